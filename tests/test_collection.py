@@ -160,10 +160,8 @@ def test_parts_are_disjoint_and_join_to_the_whole(folder, tmp_path, capfd):
     assert ": 2/4, 4/4 " in capfd.readouterr().err
     for _ in range(2):  # the second time nothing is new
         assert run("merge", *parts, "--into", joined, "--descriptors") == 0
-        assert "/4 " not in capfd.readouterr().err
-        assert contents(joined) == whole
-    assert collect(folder, joined, "--exhaustive") == 0
-    assert "matching" not in capfd.readouterr().err
+        assert "/4 " not in capfd.readouterr().err and contents(joined) == whole
+    assert collect(folder, joined, "--exhaustive") == 0 and "matching" not in capfd.readouterr().err
     assert run("merge", *parts, "--into", parts[0]) == 2
     fewer = matched(tmp_path / "fewer", folder, {"sequential": 1}, max_keypoints=100).run_dir
     shutil.copy(folder / NAMES[3], folder / NAMES[0])
@@ -216,8 +214,7 @@ def test_deleted_descriptors_are_made_again_where_they_are_needed(folder, tmp_pa
     after = contents(run_dir)
     assert {key: after[key] for key in before} == before
     (run_dir / DESCRIPTORS).unlink()
-    assert collect(folder, run_dir, "--descriptors") == 0
-    assert contents(run_dir) == after
+    assert collect(folder, run_dir, "--descriptors") == 0 and contents(run_dir) == after
 
 
 def test_features_from_elsewhere(folder, tmp_path, capfd):
@@ -299,8 +296,7 @@ def test_status_looks_for_damage_and_measures_tracks(folder, tmp_path, capfd):
     assert f"tracks: {len(tracks)}" in out and "another run" in err
     with Writer(run_dir) as writer, writer.transaction():
         writer.put_descriptors(1, b"another record")
-    assert run("status", run_dir, "--check") == 5
-    assert run("status", tmp_path) == 2
+    assert run("status", run_dir, "--check") == 5 and run("status", tmp_path) == 2
 
 
 # Which images and pairs take part.
@@ -352,8 +348,7 @@ def test_a_default_follows_the_number_of_images(folder, tmp_path, capfd):
 def test_added_images_are_paired_as_before(folder, tmp_path, capfd):
     run_dir = matched(tmp_path / "run", folder, {"sequential": 1}).run_dir
     photos(folder, 5)
-    assert collect(folder, run_dir) == 0
-    assert "--sequential 1" in capfd.readouterr().err
+    assert collect(folder, run_dir) == 0 and "--sequential 1" in capfd.readouterr().err
     assert pairs_of(run_dir) == {(0, 1), (1, 2), (2, 3), (3, 4)}
     (tmp_path / "pairs.txt").write_text('"view 00.png" "view 02.png"\n')
     assert collect(folder, run_dir, "--pairs", tmp_path / "pairs.txt") == 0
@@ -406,8 +401,7 @@ def test_a_local_ray_of_two_workers(tmp_path, monkeypatch):
 def test_ray_that_is_absent_is_said(folder, tmp_path, monkeypatch, capfd):
     monkeypatch.setitem(sys.modules, "ray", None)
     command = ["collection", folder, "--run", tmp_path / "run", *QUICK, "--engine", "ray"]
-    assert run(*command, "--exhaustive") == 2
-    assert "pip install" in capfd.readouterr().err
+    assert run(*command, "--exhaustive") == 2 and "pip install" in capfd.readouterr().err
 
 
 def test_a_run_killed_between_its_files_leaves_out_an_overlay_when_it_continues(rng, tmp_path):

@@ -11,7 +11,7 @@ from command import run
 
 import matcher
 from matcher.collection.pairs import BEST, best_pairs, candidate_pairs, preemptive_pairs
-from matcher.collection.store import Store
+from matcher.collection.store import Store, Writer
 from matcher.match.retrieval import neighbour_pairs, similar_pairs
 from matcher.match.steering import STEERABLE_KIND, steered
 from matcher.types import Features
@@ -46,8 +46,15 @@ def test_pairs_of_one_place_are_chosen(photos, tmp_path, capfd):
     assert {pair for pair in first if pair[0][0] == pair[1][0]} == SAME
     alone = [pair for pair in first if pair not in SAME]
     assert 2 <= len(alone) <= 3 and all("d0.png" in pair for pair in alone)  # it keeps two candidates
-    # The same command again: what did not agree is not matched now either.
+    # The same command again: what did not agree is not matched now either, nor compared.
     assert pairs_of(photos, tmp_path / "run", "--preemptive", 30) == first
+    with Writer(tmp_path / "run") as writer:
+        assert {key[:2] for key in writer.compared()} > SAME and writer.check() == []
+        writer.put_compared([(("a0.png", "b0.png", True), (200, True))])
+    assert pairs_of(photos, tmp_path / "run", "--preemptive", 30) == {*first, ("a0.png", "b0.png")}
+    with Writer(tmp_path / "run") as writer, writer.transaction():
+        writer.forget(["c0.png"])
+        assert not writer.compared()
 
 
 def test_an_image_is_matched_with_its_best_partners(photos):
@@ -81,8 +88,7 @@ def test_positions_of_the_headers_choose_pairs(photos, tmp_path, capfd):
     pairs_of(folder, tmp_path / "run", "--preemptive", 2)
     assert "comparing images: " in capfd.readouterr().err
     given = ("--run", tmp_path / "b", "--preset", "nearest", "--nearby", 1)
-    assert run("collection", photos, *given) == 2
-    assert "GPS position" in capfd.readouterr().err
+    assert run("collection", photos, *given) == 2 and "GPS position" in capfd.readouterr().err
 
 
 def test_wide_pairs_of_a_path_are_chosen_too():

@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from itertools import chain, combinations
+from itertools import chain, combinations, islice
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +24,7 @@ from matcher.budget import adjusted
 from matcher.collection.schema import one_line
 from matcher.collection.settings import Setup, build
 from matcher.collection.sources import NameTable, PairChoice
-from matcher.collection.store import Store
+from matcher.collection.store import Writer
 from matcher.collection.workers import OnProgress, StageProgress
 from matcher.errors import ImageWarning, UsageError, counted, few
 from matcher.files import open_text
@@ -155,7 +155,7 @@ def _read_line(
 def chosen_pairs(
     choice: PairChoice,
     names: Sequence[str],
-    store: Store,
+    store: Writer,
     setup: Setup,
     on_progress: OnProgress,
     of: Collection[str] | None = None,
@@ -183,10 +183,18 @@ def chosen_pairs(
         for pair in candidate_pairs(names, store.features, k, near)
         if frozenset(pair) not in known and (of is None or not set(pair).isdisjoint(of))
     ]
+    partners, compared = Counter(name for pair in known for name in pair), store.compared()
+    kept = len(compared)
 
-    how = {"on_progress": lambda done, total: on_progress(StageProgress("choose", done, 0, total))}
-    partners = Counter(name for pair in known for name in pair)
-    return preemptive_pairs(candidates, store.features, build(setup), partners=partners, **how)
+    def progress(done: int, total: int) -> None:
+        nonlocal kept
+        if len(compared) - kept >= (1 if done == total else 256):  # half a minute's
+            store.put_compared(islice(compared.items(), kept, None))
+            kept = len(compared)
+        on_progress(StageProgress("choose", done, 0, total))
+
+    how = dict(partners=partners, compared=compared, on_progress=progress)
+    return preemptive_pairs(candidates, store.features, build(setup), **how)
 
 
 def sequential(names: Sequence[str], k: int) -> Iterator[tuple[str, str]]:
@@ -237,11 +245,12 @@ def preemptive_pairs(
     pipeline: Pipeline,
     *,
     partners: Mapping[str, int] | None = None,
+    compared: dict[tuple[str, str, bool], tuple[int, bool]] | None = None,
     on_progress: Callable[[int, int], None] = lambda *_: None,
 ) -> list[tuple[str, str]]:
     """Of these pairs, those whose strongest keypoints agree: whose verdict on these is not "different
     places", and which are among the `BEST` of one of their images by inliers; `partners`, whom an image is
-    matched with already, count.
+    matched with already, count. What was `compared` before is not again, and the rest is added there.
 
     An image without such a pair keeps its two best candidates, so that none is lost here, and one with few
     those of its partners' partners. Where the pipeline's geometry needs cameras, a fundamental matrix
@@ -249,6 +258,7 @@ def preemptive_pairs(
     """
     if pipeline.config.estimation.kind == "essential":
         pipeline = with_estimation(pipeline, replace(pipeline.config.estimation, kind="fundamental"))
+    compared = {} if compared is None else compared
     strongest_of = lru_cache(128)(lambda name: strongest(features(name), 512))
     inliers, likely = np.zeros(len(candidates)), np.zeros(len(candidates), dtype=bool)
     # Other quarter turns, most of the work of a pair without matches, only where an image lacks partners.
@@ -256,17 +266,22 @@ def preemptive_pairs(
     rows, agreeing = list(range(len(candidates))), Counter(partners)
     for comparing in (plain, pipeline)[plain.matcher is pipeline.matcher :]:
         for done, row in enumerate(rows, start=1):
-            ends = [strongest_of(name) for name in candidates[row]]
-            if min(map(len, ends)) > 0:
-                matches = comparing.match_features(*ends)
-                geometry = comparing.verify(*ends, matches)
-                verdict = verdict_of(matches, geometry, *(end.image_size for end in ends))
-                inliers[row] = geometry.inliers.sum()
-                likely[row] = verdict is None or verdict.probability > NOT
+            if (key := (*candidates[row], comparing is pipeline)) not in compared:
+                compared[key] = _agreement(comparing, *map(strongest_of, candidates[row]))
+            inliers[row], likely[row] = compared[key]
             on_progress(done, len(rows))
         agreeing.update(name for row in np.flatnonzero(likely) for name in candidates[row])
         rows = [row for row in rows if not likely[row] and min(agreeing[n] for n in candidates[row]) < BEST]
     return best_pairs(candidates, inliers, likely, partners or {})
+
+
+def _agreement(pipeline: Pipeline, first: Features, second: Features) -> tuple[int, bool]:
+    """Inliers of a pair, and whether they do not show different places."""
+    if not (len(first) and len(second)):
+        return 0, False
+    geometry = pipeline.verify(first, second, matches := pipeline.match_features(first, second))
+    verdict = verdict_of(matches, geometry, first.image_size, second.image_size)
+    return int(geometry.inliers.sum()), verdict is None or verdict.probability > NOT
 
 
 def best_pairs(

@@ -128,7 +128,7 @@ def packed(**arrays: np.ndarray | None) -> bytes:
 
 
 @contextmanager
-def _decoding(what: object) -> Iterator[None]:
+def decoding(what: object) -> Iterator[None]:
     """`IntegrityError`, which names `what`, for anything that stops the block."""
     try:
         yield
@@ -145,7 +145,7 @@ def _check_arrays(arrays: Mapping[str, np.ndarray], **shapes: tuple[int, ...]) -
 
 def parse_json(text: str, what: object) -> Any:
     """The value of a text as JSON has it; `IntegrityError` where it is none or nested too deeply."""
-    with _decoding(what):
+    with decoding(what):
         return json.loads(text, parse_constant=int)  # which refuses NaN and Infinity
 
 
@@ -156,7 +156,7 @@ def to_json(value: Any) -> str:
 
 def decode_camera(value: Any, what: str = "its camera") -> Camera | None:
     """A camera from its fields, None from None; `IntegrityError` for anything else."""
-    with _decoding(what):
+    with decoding(what):
         return None if value is None else Camera(**value)
 
 
@@ -172,7 +172,7 @@ def encode_keypoints(keypoints: np.ndarray) -> bytes:
 
 def decode_keypoints(data: bytes, count: int, what: str) -> np.ndarray:
     """(N, 2) float32 from a record."""
-    with _decoding(what):
+    with decoding(what):
         points = np.frombuffer(unsealed(data, what), dtype="<f4").reshape(count, 2).astype(np.float32)
         _check_arrays({"points": points}, points=(count, 2))
         return points
@@ -191,7 +191,7 @@ def encode_features(features: Features) -> bytes:
 
 def decode_features(record: bytes, keypoints: np.ndarray, what: str, **facts: Any) -> Features:
     """Features with float32 descriptors, from a record and what the database knows."""
-    with _decoding(what):
+    with decoding(what):
         arrays = load(unsealed(record, what))
         numbers = arrays.pop("sift", None)
         found = root_sift(numbers) if numbers is not None else arrays.pop("descriptors").astype(np.float32)
@@ -200,7 +200,7 @@ def decode_features(record: bytes, keypoints: np.ndarray, what: str, **facts: An
 
 def chosen_features(record: bytes, chosen: np.ndarray, what: str) -> bytes:
     """A record of features with only those `chosen` (N,) bool; one that has no others stays as it is."""
-    with _decoding(what):
+    with decoding(what):
         arrays, count = load(unsealed(record, what)), np.count_nonzero(chosen)
         return packed(**{name: a if len(a) == count else a[chosen] for name, a in arrays.items()})
 
@@ -212,7 +212,7 @@ def encode_overlays(overlays: Iterable[CommonOverlay]) -> str:
 
 def decode_overlays(text: str, what: str) -> list[CommonOverlay]:
     """The inverse of `encode_overlays`."""
-    with _decoding(what):
+    with decoding(what):
         found = []
         for size, scale, points in parse_json(text, what):
             size, scale, places = tuple(map(int, size)), tuple(map(float, scale)), np.array(points, float)
@@ -241,7 +241,7 @@ def _sift_numbers(values: np.ndarray) -> np.ndarray | None:
 
 def decode_refined(data: bytes, count: int, what: str) -> RefinedKeypoints:
     """Refined keypoints of an image, from a record."""
-    with _decoding(what):
+    with decoding(what):
         arrays = load(unsealed(data, what))
         _check_arrays(arrays, keypoints=(count, 2), covariances=(count, 2, 2), refined=(count,))
         return RefinedKeypoints(**arrays)
@@ -287,7 +287,7 @@ def decode_pair(
     data: bytes, keypoints0: np.ndarray, keypoints1: np.ndarray, what: str = "a pair"
 ) -> tuple[Matches, TwoViewGeometry]:
     """The inverse of `encode_pair`."""
-    with _decoding(what):
+    with decoding(what):
         arrays = load(unsealed(data, what))
         count, others = len(arrays["indices"]), arrays.get("alternatives", np.zeros((0, 4, 4)))
         matched = {"indices": (count, 2), "scores": (count,), "inliers": (-(-count // 8),), "facts": (5,)}

@@ -16,6 +16,7 @@ from sqlite3 import Connection
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
+from safetensors.numpy import load
 
 from matcher.cameras import Camera
 from matcher.collection import schema
@@ -156,6 +157,15 @@ class Store(AbstractContextManager):
         """The descriptors of an image by its number, as `encode_features` made them; None: deleted."""
         rows = self._described("SELECT data FROM descriptors WHERE image = ?", number)
         return next((row[0] for row in rows), None)
+
+    def compared(self) -> dict[tuple[str, str, bool], tuple[int, bool]]:
+        """All that `Writer.put_compared` was given since an image or the overlay changed."""
+        names, found, what = self.names(), {}, f"{self.folder / schema.DESCRIPTORS}: compared pairs"
+        for (data,) in self._described("SELECT data FROM descriptors WHERE image < 0 ORDER BY image DESC"):
+            with schema.decoding(what):
+                for one, two, whole, inliers, likely in load(schema.unsealed(data, what))["rows"].tolist():
+                    found[names[one], names[two], bool(whole)] = int(inliers), bool(likely)
+        return found
 
     def pairs(self, of: Collection[str] | None = None) -> Iterator[schema.StoredPair]:
         """Finished pairs, if given only those `of` images of these names, in an order that does not depend on
@@ -349,6 +359,15 @@ class Writer(Store):
         with guarded(self.folder / schema.DESCRIPTORS):
             self._descriptors.execute("REPLACE INTO descriptors VALUES (?, ?)", (number, record))
 
+    def put_compared(self, found: Iterable[tuple[tuple[str, str, bool], tuple[int, bool]]]) -> None:
+        """More of what comparing pairs by their strongest keypoints found: both names, whether by the whole
+        pipeline, inliers, whether they agree. It lies beside the descriptors, by numbers below 0."""
+        numbers = {name: number for number, name in self.names().items()}
+        rows = [(numbers[first], numbers[second], *rest, *what) for (first, second, *rest), what in found]
+        with self.transaction():
+            sql = "INSERT INTO descriptors SELECT min(0, min(image)) - 1, ? FROM descriptors"
+            self._descriptors.execute(sql, (schema.packed(rows=np.array(rows, np.int64)),))
+
     def put_refined(self, found: Mapping[str, RefinedKeypoints]) -> None:
         """The refined keypoints of images; what has expired holds again for the others."""
         sql = "REPLACE INTO refined SELECT id, ? FROM images WHERE name = ?"
@@ -385,7 +404,7 @@ class Writer(Store):
         for table in ("pairs", "failed"):
             self.wait_again(table, ids)
         self.execute(f"DELETE FROM keypoints WHERE image IN ({ids})")
-        self._descriptors.execute(f"DELETE FROM descriptors WHERE image IN ({ids})")
+        self._descriptors.execute(f"DELETE FROM descriptors WHERE image < 0 OR image IN ({ids})")
         self.execute(f"UPDATE images SET status = {WAITING}, reason = '', count = 0 WHERE id IN ({ids})")
         self._keypoints.cache_clear()
 
@@ -419,6 +438,7 @@ class Writer(Store):
                 known[size] = found
                 with self.transaction():  # first: where a run is killed, the next one leaves out the same
                     self.set_meta("overlays", schema.encode_overlays(known.values()))
+                    self._descriptors.execute("DELETE FROM descriptors WHERE image < 0")
             with self.transaction():
                 for image in images:
                     beside = known[size].beside(self.keypoints(image.name))
