@@ -348,9 +348,7 @@ def given_options(options: Mapping[str, Any]) -> dict[str, Any]:
             given[name] = value.item()
     for name in ("weights", "frontend_weights"):
         if not isinstance(given.get(name, name), (str, PathLike)) or given.get(name) == "":
-            raise UsageError(
-                f"{name} must be a file, or a name of `matcher weights list`, not {given[name]!r}"
-            )
+            raise UsageError(f"{name} must be a file or name of `matcher weights list`, not {given[name]!r}")
     if "device" in given:
         given["device"] = str(given["device"]).lower()
     if "precision" in given:

@@ -26,9 +26,7 @@ class NearestMatcher:
     def __init__(self, config: NearestConfig) -> None:
         """Keep the settings; `UsageError` for some out of range."""
         if not 0 < config.ratio <= 1:
-            raise UsageError(
-                f"the ratio must be above 0 and at most 1 (1 switches the test off), not {config.ratio}"
-            )
+            raise UsageError(f"the ratio must be above 0 and at most 1 (no test), not {config.ratio}")
         check_number(config.match_threshold, "match_threshold", 0, 1)
         self.config = config
 
@@ -94,9 +92,7 @@ def _nearest(
 def _check(features0: Features, features1: Features) -> None:
     kinds = (features0.kind, features1.kind)
     if "any" not in kinds and kinds[0] != kinds[1]:
-        raise UsageError(
-            f"features of two front ends cannot be compared: {kinds[0]} and {kinds[1]}; use one for both"
-        )
+        raise UsageError(f"features of two front ends cannot be compared: {kinds[0]} and {kinds[1]}; use one")
     sizes = [f.descriptors.shape[-1] for f in (features0, features1)]
     if sizes[0] != sizes[1]:
         raise UsageError(

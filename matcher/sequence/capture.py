@@ -218,9 +218,7 @@ def _video(path: Path) -> FrameSource:
     turn = int(capture.get(cv2.CAP_PROP_ORIENTATION_META)) % 360
     announced = int(capture.get(cv2.CAP_PROP_FRAME_COUNT))
     if not capture.isOpened() or not capture.grab():
-        raise ImageError(
-            f"{path}: cannot be read as a video; it is damaged or in an unknown format: convert it to MP4"
-        )
+        raise ImageError(f"{path}: cannot be read as a video: damaged, or not of a known format; make it MP4")
 
     def shots(source: FrameSource) -> Iterator[SourceFrame]:
         held, number, more = None, 0, True  # the first one is grabbed, and not all formats can go back to it

@@ -505,9 +505,7 @@ class KeyframeMap:
         main = Counter(of.values()).most_common(1)
         tracked = {index: pose for index, pose in everywhere.items() if of[index] == main[0][0]}
         if len(tracked) < 3:
-            raise UsageError(
-                f"a map needs at least three keyframes with a pose, not {len(tracked)}: track more frames"
-            )
+            raise UsageError(f"a map needs three keyframes with a pose, not {len(tracked)}: track more")
         self._graph.match(sorted(everywhere))
         loops = self._graph.loops(tracked)
         weak = ((pair.name0, pair.name1) for pair in self._graph.collection if not is_strong(pair))

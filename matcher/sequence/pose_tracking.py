@@ -249,9 +249,7 @@ class PoseTracker:
     ) -> None:
         """Without a camera there are no poses; `UsageError`: its lens distorts."""
         if camera is not None and camera.distortion:
-            raise UsageError(
-                f"the camera is {camera.model}: undistort the images (cv2.undistort), and give their pinhole"
-            )
+            raise UsageError(f"undistort the {camera.model} images (cv2.undistort) and give their pinhole")
         self.camera, self.baseline = camera, baseline
         self._size = None if camera is None else camera.size  # that the camera is for
         self.offset = DisparityOffset()

@@ -107,9 +107,7 @@ class Tracker:
         if (kind := pipeline.config.estimation.kind) != "fundamental":
             raise UsageError(f"a tracker verifies links by fundamental matrices: leave geometry {kind!r} out")
         if pipeline.config.extractor.kind == GRID_KIND:
-            raise UsageError(
-                "a tracker follows keypoints, and this preset has only cells of a grid; use another preset"
-            )
+            raise UsageError("a tracker follows keypoints; this preset has only cells of a grid: use another")
         self.pipeline = self._whole = pipeline  # reads and extracts frames, and matches those far apart
         self._near = for_neighbours(pipeline) if budget_ms is None else pipeline
         # What the time budget allowed the last frame; None before the first one or without a budget.
@@ -197,9 +195,7 @@ class Tracker:
         As `KeyframeMap.finish`; `UsageError` also where the tracker has no `keyframe_map`.
         """
         if self.keyframe_map is None:
-            raise UsageError(
-                "the keyframes were not kept: Tracker(camera=C, keyframe_map=matcher.KeyframeMap(FOLDER, C))"
-            )
+            raise UsageError("no keyframes were kept: Tracker(camera=C, keyframe_map=KeyframeMap(FOLDER, C))")
         return self.keyframe_map.finish(close_loops=close_loops)
 
     def load_map(self, folder: str | Path, **options: Unpack[LoadOptions]) -> None:

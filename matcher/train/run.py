@@ -127,9 +127,7 @@ class Loop:
         if (path := self.folder / stage.file).exists():
             state = load_state(path)
             if state.get("run") != self.fingerprint:
-                raise UsageError(
-                    f"{path} is of another recipe or other photos than recipe.json says; give another --run"
-                )
+                raise UsageError(f"{path} is of another recipe, or other photos; give another --run")
             with fitting(path):
                 stage.restore(state)
             self.log(f"resumed at {stage.name}step {stage.progress.step}")

@@ -99,7 +99,7 @@ def weights_bytes(weights: str | Path, folder: Path | None = None, *, remedy: st
     if weights not in rows:
         known = ", ".join(rows) or "none"
         raise IntegrityError(
-            f"no weights are named {weights!r}; shipped: {known}. A file is given as NAME.safetensors"
+            f"no weights are named {weights!r}; shipped: {known}; a file is NAME.safetensors"
         )
     return verify(rows[weights], folder, remedy=remedy)
 
@@ -374,9 +374,7 @@ def locate_front_end(config: ExtractorConfig) -> Path:
     if (row := published_front_end(config)) is not None:
         return locate(row).path
     if config.kind not in (shipped := read_manifest()):
-        raise IntegrityError(
-            f"no weights are known for the front end {config.kind!r}: give a file of them as frontend_weights"
-        )
+        raise IntegrityError(f"no weights of {config.kind!r} are known: give a file as frontend_weights")
     return verify(shipped[config.kind]).path
 
 

@@ -425,9 +425,7 @@ def fetch(
     with suppress(IntegrityError):
         return Fetched(files.locate(row).path, {})
     if os.environ.get("MATCHER_OFFLINE", "0") not in ("", "0"):
-        raise UsageError(
-            f"MATCHER_OFFLINE is set, so {row.name} is not fetched: unset it, or import a file you have"
-        )
+        raise UsageError(f"MATCHER_OFFLINE is set, so {row.name} is not fetched: unset it, or import a file")
     if not row.commercial and not accept_licence:
         raise UsageError(
             f"{row.name} is not for commercial use ({row.licence}; {row.source}): if that suits you, run"
