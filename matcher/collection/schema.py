@@ -28,6 +28,7 @@ from matcher.cameras import Camera
 from matcher.config import GeometryKind, GeometryStatus
 from matcher.errors import IntegrityError, UsageError
 from matcher.types import Features, Matches, Repetition, TwoViewGeometry, root_sift, to_numpy
+from matcher.verify.likelihood import SCORE_STEPS
 from matcher.verify.overlay import CommonOverlay
 from matcher.verify.verdict import verdict_of
 
@@ -247,9 +248,6 @@ def decode_refined(data: bytes, count: int, what: str) -> RefinedKeypoints:
         return RefinedKeypoints(**arrays)
 
 
-_SCORE_STEPS = 65535  # of uint16
-
-
 def encode_pair(
     matches: Matches, geometry: TwoViewGeometry, keypoints0: np.ndarray, keypoints1: np.ndarray
 ) -> bytes:
@@ -276,7 +274,7 @@ def encode_pair(
     return packed(
         facts=np.array([kind, status, matches.layers_run, matches.kept0, matches.kept1], np.int32),
         indices=indices.astype(np.uint32 if wide else np.uint16),
-        scores=np.rint(np.clip(matches.scores, 0, 1) * _SCORE_STEPS).astype(np.uint16),
+        scores=np.rint(np.clip(matches.scores, 0, 1) * SCORE_STEPS).astype(np.uint16),
         inliers=np.packbits(np.asarray(geometry.inliers, dtype=bool)),
         **{name: None if model is None else np.asarray(model, np.float64) for name, model in models.items()},
         **moved,
@@ -313,7 +311,7 @@ def decode_pair(
         posed = geometry.kind != "essential" or geometry.cam1_from_cam0 is not None
         if geometry.status == "ok" and (geometry.matrix is None or not posed):
             raise ValueError("a geometry has no matrix")
-        scores = arrays["scores"].astype(np.float32) / np.float32(_SCORE_STEPS)
+        scores = arrays["scores"].astype(np.float32) / np.float32(SCORE_STEPS)
         return Matches(indices, *points, scores, *numbers), geometry
 
 

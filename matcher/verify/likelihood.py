@@ -10,7 +10,7 @@ from matcher.verify.adjustment import MatchedPoints, sampson
 
 _PROBABLE = (0.02, 0.95)  # match probabilities are not taken for smaller or larger: none is certain
 _UNKNOWN = 0.5  # of a match without one
-_STEPS = 65535  # as exactly as a run keeps scores, so that its pairs verify again as they did
+SCORE_STEPS = 65535  # of a run's scores; no finer ones count here, so that its pairs verify again as they did
 _TINY = 1e-300
 _REACH = 500.0  # pixels of the resized image: how far from its place a wrong match may lie
 
@@ -20,7 +20,7 @@ def probabilities(scores: np.ndarray | None, count: int) -> np.ndarray:
     if scores is None:
         return np.full(count, _UNKNOWN)
     known = np.nan_to_num(np.asarray(scores, dtype=np.float32)).clip(0, 1)
-    return (np.rint(known * np.float32(_STEPS)).astype(np.float64) / _STEPS).clip(*_PROBABLE)
+    return (np.rint(known * np.float32(SCORE_STEPS)).astype(np.float64) / SCORE_STEPS).clip(*_PROBABLE)
 
 
 def epipolar_likelihood(
