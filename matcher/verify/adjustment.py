@@ -120,7 +120,7 @@ def likeliest(hypotheses: Sequence[Hypothesis]) -> Hypothesis | None:
 # Adjustment
 
 _KNOWN, _UNKNOWN = 0.2, 0.5  # pixels of the resized image: standard deviation beside covariances, and without
-_TINY, _VAST = 1e-300, 1e8  # pixels²
+TINY, _VAST = 1e-300, 1e8  # pixels²; TINY: no divisor is smaller
 _SKEW = np.array(  # skew-symmetric: derivatives of a rotation about x, y and z
     [
         [[0, 0, 0], [0, 0, -1], [0, 1, 0]],
@@ -171,7 +171,7 @@ def adjusted_homography(
 
     def residuals(model: np.ndarray) -> Residuals:
         moved = x @ model.T
-        depth = np.where(np.abs(moved[:, 2:]) < _TINY, _TINY, moved[:, 2:])
+        depth = np.where(np.abs(moved[:, 2:]) < TINY, TINY, moved[:, 2:])
         place = moved[:, :2] / depth
         # Of model @ (1 + e_ij): the i-th column of the model times the j-th coordinate.
         change = np.einsum("ci,nj->ncij", model, x).reshape(len(x), 3, 9) @ changes
@@ -240,7 +240,7 @@ def _across(matched: MatchedPoints) -> Callable[[np.ndarray, np.ndarray], Residu
         a, b = lines1[:2]
         along = np.stack([variances.xx * a + variances.xy * b, variances.xy * a + variances.yy * b])
         variance = a * along[0] + b * along[1] + variances.image0 * np.sum(lines0[:2] ** 2, axis=0)
-        inverse = 1 / np.sqrt(np.maximum(variance, _TINY))
+        inverse = 1 / np.sqrt(np.maximum(variance, TINY))
         residual = np.sum(x1 * lines1, axis=0) * inverse
         share = residual * inverse**2  # of a change of half the variance in one of the residual
         # By the entries of F', which takes x0 to lines1 and x1 to lines0.
@@ -280,7 +280,7 @@ def _minimised(
         before = loss
         for _ in range(8):
             try:
-                step = -np.linalg.solve(normal + damping * np.diag(np.diag(normal) + _TINY), gradient)
+                step = -np.linalg.solve(normal + damping * np.diag(np.diag(normal) + TINY), gradient)
             except np.linalg.LinAlgError:
                 return model
             other = moved(model, step)
@@ -360,7 +360,7 @@ def epipolar_distance(points0: np.ndarray, points1: np.ndarray, fundamental: np.
 def sampson(points0: np.ndarray, points1: np.ndarray, fundamental: np.ndarray) -> np.ndarray:
     """(N,) Sampson's distance in pixels."""
     residual, norm0, norm1 = _epipolar(points0, points1, fundamental)
-    return residual / np.maximum(np.hypot(norm0, norm1), _TINY)
+    return residual / np.maximum(np.hypot(norm0, norm1), TINY)
 
 
 def _epipolar(

@@ -6,12 +6,11 @@ from math import lgamma, log, pi, sqrt
 
 import numpy as np
 
-from matcher.verify.adjustment import MatchedPoints, sampson
+from matcher.verify.adjustment import TINY, MatchedPoints, sampson
 
 _PROBABLE = (0.02, 0.95)  # match probabilities are not taken for smaller or larger: none is certain
 _UNKNOWN = 0.5  # of a match without one
 SCORE_STEPS = 65535  # of a run's scores; no finer ones count here, so that its pairs verify again as they did
-_TINY = 1e-300
 _REACH = 500.0  # pixels of the resized image: how far from its place a wrong match may lie
 
 
@@ -42,7 +41,7 @@ def epipolar_residuals(fundamental: np.ndarray, matched: MatchedPoints) -> tuple
     a, b = lines1[:, 0], lines1[:, 1]
     variance = a**2 * variances.xx + 2 * a * b * variances.xy + b**2 * variances.yy
     variance += across0 * variances.image0
-    return distance, np.sqrt(np.maximum(variance, _TINY) / np.maximum(a**2 + b**2 + across0, _TINY))
+    return distance, np.sqrt(np.maximum(variance, TINY) / np.maximum(a**2 + b**2 + across0, TINY))
 
 
 def half_normal(distance: np.ndarray, deviation: np.ndarray) -> np.ndarray:
@@ -56,7 +55,7 @@ def homography_likelihood(homography: np.ndarray, matched: MatchedPoints) -> flo
     moved = matched.points0 @ homography[:, :2].T + homography[:, 2]
     before, variances = moved[:, 2] > 0, matched.variances
     dx, dy = (moved[:, :2] / np.where(before, moved[:, 2], 1.0)[:, None] - matched.points1).T
-    determinant = np.maximum(variances.xx * variances.yy - variances.xy**2, _TINY)
+    determinant = np.maximum(variances.xx * variances.yy - variances.xy**2, TINY)
     with np.errstate(over="ignore", under="ignore"):
         exponent = (variances.yy * dx**2 - 2 * variances.xy * dx * dy + variances.xx * dy**2) / determinant
         density = np.exp(-0.5 * exponent) / (2 * pi * np.sqrt(determinant)) * before
