@@ -22,7 +22,7 @@ from matcher.config import AssignmentConfig
 from matcher.errors import UsageError
 from matcher.types import converted, to_numpy
 
-NO_DUSTBIN = -1e4  # score of a dustbin that nothing goes to; finite, since it is multiplied by 0
+IMPOSSIBLE = -1e4  # score of what nothing goes to; finite, since it may be multiplied by 0
 LEAST_EXPONENT = -80.0  # where exp underflows it is fifty times slower on some processors
 LARGEST_SCALE = 1e12  # scales beyond it go into the potentials, before float32 runs out of range
 EXTREME_SCALE = 1e16  # the product of two with e⁻⁸⁰, which stands for less, is still small
@@ -339,7 +339,7 @@ class AssignmentHead(nn.Module):
         elif config.dustbin == "learned":
             self.dustbin = nn.Parameter(torch.ones(()))
         else:
-            self.register_buffer("dustbin", torch.tensor(NO_DUSTBIN), persistent=False)
+            self.register_buffer("dustbin", torch.tensor(IMPOSSIBLE), persistent=False)
 
     def forward(self, x: Tensor, n: int, more: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Tokens (B, N+M, dim), N of image 0 first → scores with dustbins (B, N+1, M+1), float32.

@@ -13,13 +13,12 @@ from torch.nn import functional as F
 from matcher.match.consensus import soft_matches
 from matcher.match.network import MatchingNetwork, resolve_precision
 from matcher.match.position import Points, normalise_positions
-from matcher.match.sinkhorn import dual_softmax, log_assignment
+from matcher.match.sinkhorn import IMPOSSIBLE, dual_softmax, log_assignment
 from matcher.train.pairs import IGNORED, Keypoints, PairBatch, other_of_pair
 from matcher.train.recipe import LEARNED, MatcherRecipe
 from matcher.types import UNMATCHED
 
 UNROLLED = 2  # Sinkhorn iterations with gradients
-MASKED = -1e4  # a logit without probability
 APART = 4.0  # pixels; descriptors of nearer points need not differ
 
 
@@ -132,7 +131,7 @@ def scores_of(model: MatchingNetwork, layer: LabelledLayer, depth: int) -> Tenso
     valid = F.pad(mask0, (0, 1), value=True).unsqueeze(2) & F.pad(mask1, (0, 1), value=True).unsqueeze(1)
     dustbin = torch.ones_like(valid)
     dustbin[:, :-1, :-1] = False
-    return scores.masked_fill(~valid & ~dustbin, MASKED).masked_fill(~valid & dustbin, 0.0)
+    return scores.masked_fill(~valid & ~dustbin, IMPOSSIBLE).masked_fill(~valid & dustbin, 0.0)
 
 
 def assignments(
@@ -245,11 +244,11 @@ def description_loss(
     others = other_of_pair(points.positions)
     masked = (torch.cdist(corresponding, others) < APART) | ~other_of_pair(points.valid)[:, None]
     similarity = torch.cat([own @ matching.mT, own @ other_of_pair(points.descriptors).mT], dim=2)
-    similarity = (scale * similarity).masked_fill(torch.cat([near, masked], dim=2), MASKED)
+    similarity = (scale * similarity).masked_fill(torch.cat([near, masked], dim=2), IMPOSSIBLE)
     forward = similarity.log_softmax(2)[:, :, : len(chosen)].diagonal(dim1=1, dim2=2)
     # Each corresponding position with the keypoints of this image.
     masked = torch.cdist(points.positions[:, chosen], points.positions) < APART
     masked = (masked | ~points.valid[:, None]) & ~itself
-    similarity = (scale * matching @ points.descriptors.mT).masked_fill(masked, MASKED)
+    similarity = (scale * matching @ points.descriptors.mT).masked_fill(masked, IMPOSSIBLE)
     backward = similarity.log_softmax(2).gather(2, chosen.expand(len(own), -1).unsqueeze(2)).squeeze(2)
     return mean_of(-(forward + backward), visible)
