@@ -20,7 +20,7 @@ from matcher.types import REFINEMENTS, Estimator, Features, Matches
 from matcher.verify.adjustment import threshold_scale
 
 MIN_LINKS = 12  # consistent ones; with fewer, two frames do not show one scene
-NEIGHBOURS = 6  # links whose median motion predicts a point's
+NEIGHBOURS = 6  # links whose median motion predicts a point's; fewer predict none
 
 MatchPairs = Callable[[Sequence[tuple[Features, Features]]], list[Matches]]
 
@@ -171,7 +171,6 @@ def share_left(keyframe: KeptFrame, links: FrameLinks, close: float | None) -> f
 
 # --- Rectified pairs: where the right image shows the left one's points, and how far away they are.
 
-LEAST_PAIRED = 6  # links from which other points are predicted
 SURFACE = 8  # links that the surface around a point is fitted to
 # Points of the learned front end often lie on contours, where windows show two surfaces: this is strict.
 LEAST_CORRELATION = (0.9, 0.95)  # of a point that was linked, and of one that was not
@@ -186,23 +185,23 @@ def complete_partners(
     but that those of neighbouring points differ equally."""
     linked = np.isfinite(right[:, 0])
     deviations = np.full(len(points), np.nan)
-    if np.count_nonzero(linked) < LEAST_PAIRED:
+    if np.count_nonzero(linked) < NEIGHBOURS:
         return right, deviations
     known, there = points[linked].astype(np.float64), right[linked].astype(np.float64)
     # A link whose row differs from its neighbours' would be compared with another place.
-    around = nearest(known, known, min(LEAST_PAIRED + 1, len(known)))
+    around = nearest(known, known, min(NEIGHBOURS + 1, len(known)))
     there[:, 1] = known[:, 1] + np.median((there - known)[around, 1], axis=1)
     first, status = _located(images, known, there, fit_affine_maps(known, there, SURFACE)[0])
     good = (status == 0) & (first.refinement.correlations >= LEAST_CORRELATION[0])
     found = right.copy()
     deviations[linked] = np.where(good, np.sqrt(first.refinement.covariances[:, 0, 0]), np.nan)
     found[linked] = np.where((good | (status == REFINEMENTS.index("flat")))[:, None], first.points1, np.nan)
-    if np.count_nonzero(good) < LEAST_PAIRED or linked.all():
+    if np.count_nonzero(good) < NEIGHBOURS or linked.all():
         return found, deviations
     known, there = known[good], first.points1[good].astype(np.float64)
     maps, _ = fit_affine_maps(known, there, SURFACE)
     asked = points[~linked].astype(np.float64)
-    rows = nearest(known, asked, LEAST_PAIRED)
+    rows = nearest(known, asked, NEIGHBOURS)
     moved = there[rows] + np.einsum("nkij,nkj->nki", maps[rows], asked[:, None] - known[rows])
     predicted = np.median(moved, axis=1)
     own = maps[rows[:, 0]]
