@@ -37,7 +37,6 @@ PREVIEW = 4096  # pixels; longer side of what is matched
 TILE = 1024  # pixels; side of what is warped at a time
 CELLS = 8  # a side of the grid over image 0 in whose cells the best points are control points
 STRETCH = (1, 99)  # percentiles of a band that become black and white
-CORNER = 0.5  # GDAL's coordinates of the centre of the first pixel
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +69,7 @@ def open_raster(path: str | Path) -> Raster:
         pixels = _read(data, [1, 2, 3] if data.count >= 3 else [1], out_shape=shape)
         mask = (data.dataset_mask(out_shape=shape) > 0) & np.isfinite(pixels).any(axis=0)
         preview = np.dstack([_stretched(band, mask) for band in pixels]).squeeze()
-        first = np.array([[1, 0, CORNER], [0, 1, CORNER], [0, 0, 1]])
+        first = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])
         placed = None if data.transform.is_identity else np.array(data.transform).reshape(3, 3) @ first
         crs = None if placed is None else data.crs
         crs = crs and (crs.to_string() if crs.to_epsg() else crs.to_wkt())
@@ -161,7 +160,7 @@ class Georeferenced:
     def on_map(self) -> np.ndarray:
         """(K, 2) where the points lie: map coordinates, or pixels of image 1 from its corner, y upwards."""
         placed = self.rasters[1].map_from_pixel
-        return (self.points1 + CORNER) * (1, -1) if placed is None else warp_points(self.points1, placed)
+        return (self.points1 + 0.5) * (1, -1) if placed is None else warp_points(self.points1, placed)
 
     @property
     def residuals(self) -> np.ndarray:
@@ -197,7 +196,7 @@ class Georeferenced:
         cell = (self.points0 / raster0.size * CELLS).astype(int).clip(0, CELLS - 1) @ (1, CELLS)
         best = np.argsort(-self.scores, kind="stable")
         kept = np.sort(best[np.unique(cell[best], return_index=True)[1]])
-        places, corners, off = self.on_map[kept], (self.points0 + CORNER)[kept], self.residuals[kept]
+        places, corners, off = self.on_map[kept], (self.points0 + 0.5)[kept], self.residuals[kept]
         lengths, crs = np.linalg.norm(off, axis=1), raster1.crs
         if path.suffix.lower() == ".txt":
             if crs is not None and "[" in crs:  # it reads no WKT
