@@ -47,21 +47,8 @@ def calibrated(scores: np.ndarray, counts: Sequence[int], config: CalibrationCon
     A network is trained on the pairs of its recipe; where fewer keypoints find a partner, because the scene
     has depth or the images overlap little, its matches are wrong more often than it says. So
     log odds = offset + slope · log odds of the network + share_slope · log(Σ scores / keypoints).
-    Platt, Probabilistic Outputs for Support Vector Machines, 1999. The order of matches stays.
-
-    >>> import numpy as np
-    >>> from matcher.config import CalibrationConfig
-    >>> few = calibrated(np.array([0.9, 0.5]), (20, 30), CalibrationConfig(0.0, 1.0, 1.0))
-    >>> [round(float(score), 2) for score in few]
-    [0.39, 0.07]
-
-    Args:
-        scores: (K,) of the matches of one pair.
-        counts: keypoints of its images.
-        config: None leaves the scores as they are.
-
-    Returns:
-        (K,) float32.
+    Platt, Probabilistic Outputs for Support Vector Machines, 1999. Of scores (K,) and the keypoints of both
+    images, (K,) float32 in the same order; without a configuration the scores as they are.
     """
     if config is None or not len(scores):
         return scores
