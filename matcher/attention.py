@@ -8,11 +8,6 @@ These score functions take queries (…, N, d), keys (…, M, d) and values (…
 - `GeneralAttention`: a learned bilinear form (Luong et al. 2015)
 
 `MultiHeadAttention` projects tokens, runs one of them in every head and joins the heads again.
-
->>> import torch
->>> tokens, source = torch.randn(2, 5, 8), torch.randn(2, 7, 8)
->>> MultiHeadAttention(8, heads=2)(tokens, source).shape
-torch.Size([2, 5, 8])
 """
 
 from __future__ import annotations
