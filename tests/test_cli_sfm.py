@@ -326,7 +326,7 @@ def test_mistakes_of_growing_are_refused_before_any_work(small, tmp_path, capfd)
         *(((photos, how, model, "--min-images", 5), "--min-images") for how in ("--continue", "--poses")),
         ((photos, "--poses", model, "--cameras", "single"), "--cameras"),
         ((photos, "--poses", model, "--camera-model", "OPENCV", "--features", out), "--camera-model"),
-        ((photos, "--run", photos), "--run"),
+        *(((photos, "--run", photos), "--run"), ((tmp_path,), "--out")),
         ((photos, "--poses", tmp_path / "none.txt"), "none.txt"),
         ((photos, "--poses", tmp_path / "bad.txt"), "bad.txt"),
         ((small / "model-run", "--poses", model, "--camera", "500,500,240,180"), "camera"),

@@ -124,8 +124,10 @@ def sfm(
             return 0
     else:
         run = run or out.with_name(f"{out.name}-run")
-        if run.resolve() in (out.resolve(), source.resolve()):
-            raise UsageError(f"--run {run} is the folder of photos, or --out; name another for the run")
+        # A model among the photos has a plot, which would be one of them.
+        among = not (known or sources.features) and out.resolve().is_relative_to(source.resolve())
+        if among or run.resolve() in (out.resolve(), source.resolve()):
+            raise UsageError(f"--run {run} and --out {out} must be two folders, outside that of the photos")
         selection = replace(selection, known=names_in(run))
         features, names, _, masked = find_source(source, sources.masks, sources.features, selection)
         check_used(choice, names)
