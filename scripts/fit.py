@@ -20,11 +20,10 @@ import numpy as np
 
 from matcher import config
 from matcher.errors import MatcherError, UsageError
-from matcher.evaluate.calibration import CORRECT, reliability
 from matcher.evaluate.measure import errors_of, scales_of
 from matcher.evaluate.methods import Method
 from matcher.evaluate.protocols import PairSet, UnrelatedPair
-from matcher.evaluate.run import matched
+from matcher.evaluate.run import CORRECT, matched, reliability
 from matcher.evaluate.sets import SetOptions, find_sets, made_set
 from matcher.images import find_images
 from matcher.loading import load

@@ -61,10 +61,9 @@ def apart(folder: Path, metres: float) -> list[tuple[Path, Path]]:
 
 def verdicts(given: argparse.Namespace) -> None:
     """How often pairs of different places are called the same."""
-    from matcher.evaluate.calibration import verdict_counts
     from matcher.evaluate.methods import Method
     from matcher.evaluate.protocols import PairImage, PairSet, UnrelatedPair
-    from matcher.evaluate.run import evaluate
+    from matcher.evaluate.run import evaluate, verdict_counts
     from matcher.verify.verdict import SAME
 
     methods = [Method(given.preset, matcher.load(given.preset))]

@@ -10,7 +10,7 @@ import pytest
 
 import matcher
 from matcher.config import CalibrationConfig, RefinedCalibrationConfig, VerifiedCalibrationConfig
-from matcher.evaluate.calibration import reliability
+from matcher.evaluate.run import reliability
 from matcher.match.calibration import (
     calibrated,
     calibrated_by_geometry,

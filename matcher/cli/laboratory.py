@@ -130,10 +130,8 @@ def evaluate(
         output (DIR): Write the tables to this folder as SET.md and SET.json, and what was measured of each
             pair as SET-pairs.csv.
     """
-    from matcher.evaluate import calibration as reliability
     from matcher.evaluate import methods as ways
-    from matcher.evaluate.run import PROTOCOLS, as_csv, as_markdown, as_object
-    from matcher.evaluate.run import evaluate as run
+    from matcher.evaluate import run as measured
     from matcher.evaluate.sets import SetOptions, find_sets
 
     try:
@@ -148,7 +146,7 @@ def evaluate(
         raise typer.BadParameter(f"{where} has no synthetic pairs, so --levels has no effect; leave it out")
     if images is not None and (not Path(where).exists() or "synthetic" in names):
         raise typer.BadParameter(f"{where} is no list of pairs, so --images has no effect; leave it out")
-    posed = [pair_set for pair_set in sets if PROTOCOLS[pair_set.protocol].geometry == "essential"]
+    posed = [pair_set for pair_set in sets if measured.PROTOCOLS[pair_set.protocol].geometry == "essential"]
     if estimator_seeds is not None and (calibration or not posed):
         raise typer.BadParameter("no poses are measured, so --estimator-seeds has no effect; leave it out")
     if Path(where).is_dir() and names == ["synthetic"]:  # which a user may not expect
@@ -157,7 +155,7 @@ def evaluate(
             "(--pairs N for fewer)"
         )
     for pair_set in sets if calibration else ():
-        reliability.check_labels(pair_set)
+        measured.check_labels(pair_set)
     ending = "-calibration" if calibration else ""  # of the names of the files, after that of the set
     if output is not None:
         try:
@@ -187,24 +185,25 @@ def evaluate(
         update = partial(ProgressLines(), f"pairs of {pair_set.name}")
         passes.setLevel(logging.WARNING)  # not all that is said of single pairs
         try:
-            found = run(pair_set, methods, seeds=1 if calibration else estimator_seeds or 3, progress=update)
+            seeds = 1 if calibration else estimator_seeds or 3
+            found = measured.evaluate(pair_set, methods, seeds=seeds, progress=update)
         finally:
             passes.setLevel(logging.NOTSET)
         skipped += len(found.skipped)
         if calibration:
-            table = reliability.as_object(found)
-            text = reliability.as_markdown(table)
+            table = measured.reliability_object(found)
+            text = measured.reliability_markdown(table)
         else:
-            table = as_object(found, baseline=baseline, seed=seed)
+            table = measured.as_object(found, baseline=baseline, seed=seed)
             command = shlex.join(["matcher", *sys.argv[1:]])
             table |= {"version": matcher.__version__, "date": time.strftime("%Y-%m-%d"), "command": command}
-            text = as_markdown(table)
+            text = measured.as_markdown(table)
         show(text, always=True)
         if output is None:
             continue
         path = output / f"{pair_set.name}{ending}"
         contents = {".md": text, ".json": json.dumps(table, indent=1, allow_nan=False)}
-        contents |= {} if calibration else {"-pairs.csv": as_csv(found)}
+        contents |= {} if calibration else {"-pairs.csv": measured.as_csv(found)}
         for suffix, content in contents.items():
             written, data = path.with_name(path.name + suffix), content.encode(errors="surrogateescape")
             write_output(written, data)
