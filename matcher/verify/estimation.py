@@ -55,7 +55,6 @@ from matcher.verify.likelihood import chance_inlier, epipolar_likelihood, log_fa
 
 # Fundamental and essential matrices
 
-SAMPLES = 5_000  # for a pose, at most; twice as many give no better ones, even where most matches are wrong
 # Hypotheses, the first of which may do: factor of the threshold, and share of the matches, the most probable.
 _FUNDAMENTAL = ((2 / 3, 1.0), (1 / 3, 1.0), (5 / 3, 1.0), (2 / 3, 0.5))
 _ESSENTIAL = ((2 / 3, 1.0), (1 / 3, 0.5), (2 / 3, 0.5), (5 / 3, 1.0), (5 / 3, 0.5))
@@ -183,7 +182,6 @@ _MINIMA = {
     "essential": (5, 2),
 }
 _LIMIT = 1e8  # coordinates beyond it are as useless as infinite ones
-MAX_PLANES = 16
 
 
 @dataclass(frozen=True)
@@ -200,7 +198,7 @@ class RobustEstimator:
 
     config: EstimationConfig
     adjusted: bool = True  # False: fundamental matrices are a single hypothesis, as MAGSAC++ leaves it
-    pose_samples: int = SAMPLES  # for each hypothesis of an essential matrix, at most
+    pose_samples: int = 5_000  # for each hypothesis of an essential matrix, at most; more give no better ones
     planar: PlanarModel = "homography"  # what the kind "homography" estimates
     takes_covariances = True  # see `matcher.types.Estimator`
 
@@ -256,7 +254,7 @@ class RobustEstimator:
         """
         single = replace(self, config=replace(self.config, kind="homography"))
         left, matrices = np.arange(len(points0)), []
-        while len(matrices) < MAX_PLANES:
+        while len(matrices) < 16:
             known = None if covariances is None else covariances[left]
             found = single(points0[left], points1[left], thresholds_scale=scale, covariances=known)
             if found.status != "ok":
