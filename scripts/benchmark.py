@@ -32,7 +32,7 @@ from matcher.collection.collection import Collection
 from matcher.errors import MatcherError, UsageError, check_number
 from matcher.files import check_output
 from matcher.images import data_folder, find_images, read_image
-from matcher.kernels import kernels
+from matcher.kernels.loader import kernels
 from matcher.loading import load
 from matcher.pipeline import Pipeline
 from matcher.torch_engine import resolve_device

@@ -10,7 +10,7 @@ import argparse
 import sys
 
 from matcher.errors import MatcherError
-from matcher.kernels import build
+from matcher.kernels.loader import build
 
 
 def main() -> int:

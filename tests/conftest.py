@@ -13,8 +13,8 @@ import matcher
 from matcher.config import ContextConfig, ExtractorConfig, NetworkConfig
 from matcher.extract.extractor import SiftExtractor
 from matcher.images import read_image
-from matcher.kernels import SWITCH, build
 from matcher.kernels import loader as library
+from matcher.kernels.loader import SWITCH, build
 from matcher.match.network import MatchingNetwork
 from matcher.weights.files import FOLDERS, save_model
 

@@ -22,7 +22,7 @@ import matcher
 from matcher.cli import COMMANDS, build, main
 from matcher.cli.machine import VARIABLES
 from matcher.cli.output import ProgressLines, exit_code_of, messages
-from matcher.kernels import SWITCH
+from matcher.kernels.loader import SWITCH
 from matcher.presets import DEFAULT_PRESET, find_preset
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -19,8 +19,9 @@ from matcher.evaluate.methods import Method
 from matcher.evaluate.run import as_object, evaluate
 from matcher.evaluate.sets import SetOptions, find_sets
 from matcher.images import data_folder
-from matcher.kernels import SWITCH, build, kernels, loader
+from matcher.kernels import loader
 from matcher.kernels.calls import Span, attend, local_maps
+from matcher.kernels.loader import SWITCH, build, kernels
 from matcher.match.consensus import fit_local_maps
 from matcher.match.network import DTYPES, resolve_precision
 from matcher.match.position import rotate

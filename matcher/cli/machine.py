@@ -213,7 +213,7 @@ def env(compile_: bool = False) -> None:
     from matcher.errors import is_installed
 
     if compile_:
-        from matcher.kernels import build
+        from matcher.kernels.loader import build
 
         show(f"kernels: {build()}")
     installed = dict.fromkeys(_PACKAGES, "not installed")

@@ -2,7 +2,3 @@
 
 Attention, and least-squares matching of windows. `MATCHER_COMPILED=0` in the environment leaves them alone.
 """
-
-from matcher.kernels.loader import SWITCH, build, kernels
-
-__all__ = ["SWITCH", "build", "kernels"]
