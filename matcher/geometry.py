@@ -11,6 +11,7 @@ import math
 
 import numpy as np
 
+FROM_CORNER = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])  # (3, 3) to pixels counted from a corner
 LONGEST_ASPECT = 4.0  # longer / shorter side, above which images are resized by area
 
 # stored → upright as a signed permutation of the centred coordinates, by EXIF orientation 1-8 (0 is unused).

@@ -25,6 +25,7 @@ from matcher.collection.store import Store, gone
 from matcher.collection.tracks import contradicted_pairs
 from matcher.errors import IntegrityError, UsageError, counted, few, optional
 from matcher.files import whole_file
+from matcher.geometry import FROM_CORNER
 from matcher.image_files import read_gps, read_header
 from matcher.types import Features, TwoViewGeometry
 
@@ -296,9 +297,6 @@ def read_exif(path: Path) -> Exif:
         return Exif()
 
 
-_ORIGIN = np.array([[1, 0, HALF_PIXEL], [0, 1, HALF_PIXEL], [0, 0, 1]], dtype=np.float64)
-
-
 def import_pycolmap() -> Any:
     """The module pycolmap; `UsageError`: it is not installed."""
     with optional():
@@ -399,10 +397,10 @@ def two_view_geometry(pycolmap: Any, geometry: TwoViewGeometry, indices: np.ndar
     verified.inlier_matches = indices[np.asarray(geometry.inliers, dtype=bool)]
     if not fixed or geometry.kind == "homography":
         verified.config = kinds.PLANAR_OR_PANORAMIC
-        verified.H = _ORIGIN @ homography @ np.linalg.inv(_ORIGIN)
+        verified.H = FROM_CORNER @ homography @ np.linalg.inv(FROM_CORNER)
     elif geometry.kind == "fundamental":
         verified.config = kinds.UNCALIBRATED
-        verified.F = np.linalg.inv(_ORIGIN).T @ geometry.matrix @ np.linalg.inv(_ORIGIN)
+        verified.F = np.linalg.inv(FROM_CORNER).T @ geometry.matrix @ np.linalg.inv(FROM_CORNER)
     else:
         verified.config = kinds.CALIBRATED
         verified.E = geometry.matrix

@@ -8,7 +8,7 @@ import cv2
 import numpy as np
 
 from matcher.errors import UsageError
-from matcher.geometry import upright_matrix
+from matcher.geometry import FROM_CORNER, upright_matrix
 from matcher.images import at_one_depth
 from matcher.types import Image
 
@@ -96,8 +96,7 @@ def stored_to_pixels(image: Image) -> np.ndarray:
 
 def resizing(scale: tuple[float, float]) -> np.ndarray:
     """(3, 3) that maps points of an image to those of the resized one."""
-    shift = np.array([[1, 0, 0.5], [0, 1, 0.5], [0, 0, 1]])
-    return np.linalg.inv(shift) @ np.diag([*scale, 1.0]) @ shift
+    return np.linalg.inv(FROM_CORNER) @ np.diag([*scale, 1.0]) @ FROM_CORNER
 
 
 def as_colour(pixels: np.ndarray) -> np.ndarray:
