@@ -30,17 +30,6 @@ FIRST = "first"
 # A pair is confident with so many inliers that are probable, or with this share of its keypoints, if inliers
 # are most of the matches: fewer let a pair pass whose matches are wrong (measured on rooms).
 CONFIDENT_INLIERS, CONFIDENT_KEYPOINT_SHARE, CONFIDENT_INLIER_RATIO = 400, 0.3, 0.6
-PROBABLE = 0.25  # match probability from which an inlier counts as support
-LOW_PROBABLE_INLIERS = 0.2  # per keypoint; wrong matches along like edges give .1 to .18
-# Matches of a pair without inliers, below which no other view helps: after gradients, other features and a
-# tilted view 44 of 79 unrelated pairs had fewer, and two of 35 pairs of one place, of which no pass found
-# anything.
-HOPELESS_MATCHES = 10
-RELIABLE_REGION = 60  # inliers with which the common region comes before other features
-MIN_REGION_INLIERS = 20  # a crop around a few wrong matches would only add to them
-# `turn_scores` per keypoint above which a change of scale is accepted: on warps of photos the right one
-# had .023 or more, all others and unrelated images less than .009, for a zoom by four the wrong one .016.
-MIN_TURN_SCORE = 0.018
 
 
 @dataclass(frozen=True)
@@ -170,7 +159,7 @@ class _Pair:
         wanted = self.further.config.passes
         if "scale" in wanted:
             yield self.other_scale
-        reliable = self.support.probable_inliers >= RELIABLE_REGION
+        reliable = self.support.probable_inliers >= 60  # then it comes before other features
         if "region" in wanted and reliable:
             yield self.region
         for name, step in (
@@ -183,7 +172,9 @@ class _Pair:
         ):
             if name in wanted:
                 yield step
-                hopeless = not self.support.inliers and self.support.matches < HOPELESS_MATCHES
+                # After gradients, other features and a tilted view 44 of 79 unrelated pairs had fewer, and
+                # two of 35 pairs of one place, of which no pass found anything.
+                hopeless = not self.support.inliers and self.support.matches < 10
                 if hopeless and name.startswith("tilt"):
                     return
         if "region" in wanted and not reliable:
@@ -236,7 +227,7 @@ class _Pair:
 
     def region(self) -> PassMatches | None:
         """Match the common region at equal scale, if there are enough inliers to locate it."""
-        located = self.support.probable_inliers >= MIN_REGION_INLIERS
+        located = self.support.probable_inliers >= 20  # a crop around a few wrong ones would only add to them
         if not located or not self.has_time("region"):
             return None
         matches, inliers = self.union[2], np.flatnonzero(self.geometry.inliers)
@@ -264,7 +255,7 @@ class _Pair:
     @cached_property
     def support(self) -> Support:
         """Support of the geometry so far."""
-        probable = self.union[2].scores >= PROBABLE
+        probable = self.union[2].scores >= 0.25
         return Support.of(self.geometry, probable, min(map(len, self.features)))
 
     def geometry_of(self, one: PassMatches | Matches) -> TwoViewGeometry:
@@ -280,12 +271,15 @@ class _Pair:
 
     def has_few_probable_inliers(self) -> bool:
         """Whether so few inliers are probable that the images may differ by more than the viewpoint."""
-        return self.support.probable_inliers < LOW_PROBABLE_INLIERS * self.support.keypoints
+        # Wrong matches along like edges give .1 to .18.
+        return self.support.probable_inliers < 0.2 * self.support.keypoints
 
 
 def best_scale_change(extractor: Extractor, images: Sequence[Image]) -> float | None:
     """The change of scale at which descriptors alone fit best; None if they fit too little at each."""
-    best, most = None, MIN_TURN_SCORE
+    # On warps of photos the right one had .023 or more per keypoint, all others and unrelated images less
+    # than .009, for a zoom by four the wrong one .016.
+    best, most = None, 0.018
     for change in (3.5, 1 / 3.5):  # a matcher tolerates changes of up to about two either way
         crops = crops_of(images, None, change, 512)
         features0, features1 = extractor([crop.as_image() for crop in crops])
