@@ -58,8 +58,6 @@ from matcher.verify.likelihood import chance_inlier, epipolar_likelihood, log_fa
 # Hypotheses, the first of which may do: factor of the threshold, and share of the matches, the most probable.
 _FUNDAMENTAL = ((2 / 3, 1.0), (1 / 3, 1.0), (5 / 3, 1.0), (2 / 3, 0.5))
 _ESSENTIAL = ((2 / 3, 1.0), (1 / 3, 0.5), (2 / 3, 0.5), (5 / 3, 1.0), (5 / 3, 0.5))
-_AT_REST = 0.25  # of the threshold, by which most matches move at most where nothing moves
-_TWINS = 5.0  # degrees between poses of one plane that are two, and not one twice
 _IN_FRONT = 0.8  # share of the plane's matches that one of them has in front, that another must have
 _OFF_PLANE = 2.0  # thresholds for inliers that a match may lie from its place by the homography of a plane
 
@@ -72,7 +70,7 @@ def estimated_fundamental(matched: MatchedPoints, threshold: float, adjusted: bo
         return TwoViewGeometry("fundamental", "ok", sampson(*matched.sides, matrix) <= threshold, matrix)
 
     moved = matched.points1 - matched.points0
-    if np.median(np.hypot(*moved.T)) < _AT_REST * threshold:
+    if np.median(np.hypot(*moved.T)) < 0.25 * threshold:
         # Any epipole will do for a camera that stands still; MAGSAC++ may look for one for minutes.
         return of(np.array([[0.0, 0, 0], [0, 0, -1], [0, 1, 0]]))
     if not adjusted:
@@ -354,7 +352,7 @@ class RobustEstimator:
         poses = [planar.cam1_from_cam0]
         for pose in poses_of_plane(matched, search.cameras, reach, planar.homography):
             pose = search.adjusted(pose, matched, search.model(pose)[0].inliers)
-            if all(degrees_apart(pose, one) > _TWINS for one in poses):
+            if all(degrees_apart(pose, one) > 5.0 for one in poses):  # else it is one twice
                 poses.append(pose)
         on_plane, judged = parallax.distance <= reach, []
         for pose in poses:

@@ -212,7 +212,6 @@ OWN = 1.4  # the same of the likeliest by all matches, right of 17 of 21 planes 
 _SURE = 4.0  # standard deviations that a match must lie off the plane
 # Of matches off the plane that may be right, of which the likeliest counts.
 _SHARES = (0.01, 0.03, 0.1, 0.3, 1.0)
-_PAIRS = 24  # matches off the plane, any two of which give an epipole
 
 
 def dominant_plane(matched: MatchedPoints, inliers: np.ndarray, threshold: float) -> np.ndarray | None:
@@ -309,7 +308,7 @@ def completed(homography: np.ndarray, matched: MatchedPoints, parallax: Parallax
     off = np.flatnonzero(parallax.off)
     if len(off) < 3:
         return None
-    chosen = off[np.argsort(-matched.probable[off], kind="stable")[:_PAIRS]]
+    chosen = off[np.argsort(-matched.probable[off], kind="stable")[:24]]  # any two of which give an epipole
     x0, x1 = (lifted(points[chosen]) for points in matched.sides)
     lines = np.cross(x0 @ homography.T, x1)
     lines /= np.linalg.norm(lines, axis=1, keepdims=True)
