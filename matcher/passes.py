@@ -27,9 +27,25 @@ from matcher.verify.overlay import without_overlay
 from matcher.verify.repetition import SAME_POINT
 
 FIRST = "first"
+_LONG = 5.0  # seconds after which it is told what takes so long
 # A pair is confident with so many inliers that are probable, or with this share of its keypoints, if inliers
 # are most of the matches: fewer let a pair pass whose matches are wrong (measured on rooms).
 CONFIDENT_INLIERS, CONFIDENT_KEYPOINT_SHARE, CONFIDENT_INLIER_RATIO = 400, 0.3, 0.6
+PROBABLE = 0.25  # match probability from which an inlier counts as support
+LOW_PROBABLE_INLIERS = 0.2  # per keypoint; wrong matches along like edges give .1 to .18
+# Matches of a pair without inliers, below which no other view helps: after gradients, other features and a
+# tilted view 44 of 79 unrelated pairs had fewer, and two of 35 pairs of one place, of which no pass found
+# anything.
+HOPELESS_MATCHES = 10
+RELIABLE_REGION = 60  # inliers with which the common region comes before other features
+MIN_REGION_INLIERS = 20  # a crop around a few wrong matches would only add to them
+GRADIENT_SMOOTHING = 2.0  # pixels, of images of gradient magnitude
+# Changes of scale that are tried: a matcher tolerates changes of up to about two either way.
+SCALE_CHANGES = (3.5, 1 / 3.5)
+COMPARED_SIDE = 512  # pixels of the images whose descriptors are compared at another scale
+# `turn_scores` per keypoint above which a change of scale is accepted: on warps of photos the right one
+# had .023 or more, all others and unrelated images less than .009, for a zoom by four the wrong one .016.
+MIN_TURN_SCORE = 0.018
 
 
 @dataclass(frozen=True)
@@ -126,10 +142,10 @@ class FurtherPasses:
             pair.add(one)
             reports.append(PassReport(one.name, len(one.scores), perf_counter() - start))
             start = perf_counter()
-            level = logging.INFO if start - pair.begun > 5 else logging.DEBUG  # the command line shows it
+            level = logging.INFO if start - pair.begun > _LONG else logging.DEBUG
             said = f"pass {len(reports)}, {one.name}: {counted(len(one.scores), 'match', 'matches')}"
             said += f", after {start - pair.begun:.0f} s, since too few of those before agree"
-            logging.getLogger("matcher.passes").log(level, "%s", said)
+            logging.getLogger("matcher.passes").log(level, "%s", said)  # the command line shows it
         return Joined(*pair.union, tuple(reports), pair.left_out)
 
 
@@ -159,7 +175,7 @@ class _Pair:
         wanted = self.further.config.passes
         if "scale" in wanted:
             yield self.other_scale
-        reliable = self.support.probable_inliers >= 60  # then it comes before other features
+        reliable = self.support.probable_inliers >= RELIABLE_REGION
         if "region" in wanted and reliable:
             yield self.region
         for name, step in (
@@ -172,9 +188,7 @@ class _Pair:
         ):
             if name in wanted:
                 yield step
-                # After gradients, other features and a tilted view 44 of 79 unrelated pairs had fewer, and
-                # two of 35 pairs of one place, of which no pass found anything.
-                hopeless = not self.support.inliers and self.support.matches < 10
+                hopeless = not self.support.inliers and self.support.matches < HOPELESS_MATCHES
                 if hopeless and name.startswith("tilt"):
                     return
         if "region" in wanted and not reliable:
@@ -201,7 +215,7 @@ class _Pair:
         """Match images of gradient magnitude, if grey values may be what differs, as in a negative."""
         if not self.has_few_probable_inliers() or not self.has_time():
             return None
-        images = [gradient_image(image, 2.0) for image in self.images]
+        images = [gradient_image(image, GRADIENT_SMOOTHING) for image in self.images]
         return self.if_verified(self.further.own.match_images("gradients", images))
 
     def other_features(self) -> PassMatches | None:
@@ -227,7 +241,7 @@ class _Pair:
 
     def region(self) -> PassMatches | None:
         """Match the common region at equal scale, if there are enough inliers to locate it."""
-        located = self.support.probable_inliers >= 20  # a crop around a few wrong ones would only add to them
+        located = self.support.probable_inliers >= MIN_REGION_INLIERS
         if not located or not self.has_time("region"):
             return None
         matches, inliers = self.union[2], np.flatnonzero(self.geometry.inliers)
@@ -255,7 +269,7 @@ class _Pair:
     @cached_property
     def support(self) -> Support:
         """Support of the geometry so far."""
-        probable = self.union[2].scores >= 0.25
+        probable = self.union[2].scores >= PROBABLE
         return Support.of(self.geometry, probable, min(map(len, self.features)))
 
     def geometry_of(self, one: PassMatches | Matches) -> TwoViewGeometry:
@@ -271,17 +285,14 @@ class _Pair:
 
     def has_few_probable_inliers(self) -> bool:
         """Whether so few inliers are probable that the images may differ by more than the viewpoint."""
-        # Wrong matches along like edges give .1 to .18.
-        return self.support.probable_inliers < 0.2 * self.support.keypoints
+        return self.support.probable_inliers < LOW_PROBABLE_INLIERS * self.support.keypoints
 
 
 def best_scale_change(extractor: Extractor, images: Sequence[Image]) -> float | None:
     """The change of scale at which descriptors alone fit best; None if they fit too little at each."""
-    # On warps of photos the right one had .023 or more per keypoint, all others and unrelated images less
-    # than .009, for a zoom by four the wrong one .016.
-    best, most = None, 0.018
-    for change in (3.5, 1 / 3.5):  # a matcher tolerates changes of up to about two either way
-        crops = crops_of(images, None, change, 512)
+    best, most = None, MIN_TURN_SCORE
+    for change in SCALE_CHANGES:
+        crops = crops_of(images, None, change, COMPARED_SIDE)
         features0, features1 = extractor([crop.as_image() for crop in crops])
         if fewer := min(len(features0), len(features1)):
             descriptors = (to_numpy(features.descriptors) for features in (features0, features1))
@@ -363,6 +374,7 @@ def with_points(features: Features, points: np.ndarray) -> Features:
 
 # Crops of an image, at another scale, stretched and turned, matched as images of their own.
 
+_LEAST_SIDE = 16  # pixels, of a crop
 _FROM_BORDER = 4  # pixels that keypoints of a turned crop keep from its borders, which are edges there
 
 
@@ -444,7 +456,7 @@ def crop(image: Image, box: tuple[int, int, int, int], factor: float, factor_y: 
     pixels = image.pixels[y0:y1, x0:x1]
     mask = None if image.mask is None else image.mask[y0:y1, x0:x1]
     sides = zip((x1 - x0, y1 - y0), factors, strict=True)
-    size = tuple(max(16, round(side * each)) for side, each in sides)
+    size = tuple(max(_LEAST_SIDE, round(side * each)) for side, each in sides)
     scale = (size[0] / (x1 - x0), size[1] / (y1 - y0))
     if scale != (1.0, 1.0):
         how = cv2.INTER_AREA if max(factors) < 1 else cv2.INTER_CUBIC
@@ -472,13 +484,21 @@ def tilted(image: Image, longer_side: int, *, axis: Literal["x", "y"]) -> Crop:
     return crop(image, (0, 0, width, height), *(factors[::-1] if axis == "y" else factors))
 
 
+MARGIN = 0.15  # added on every side, as a share of the longer side of the matched points' bounding box
+_MARGIN_PIXELS = 8  # added too, because matches are rare near image borders
+_TAIL = 0.02  # share of the points left outside the box on each side: some are outliers
+_DRAWN = 2000  # random pairs of matches whose distances are compared
+_LEAST_DISTANCE = 8.0  # pixels; shorter ones are too noisy
+_LARGEST_ENLARGEMENT = 2.0  # beyond it there is no more detail
+
+
 def change_of_scale(points0: np.ndarray, points1: np.ndarray) -> float:
     """The median ratio of distances between matched points (K, 2), image 1 to image 0; 1 if none is known."""
     if len(points0) < 2:
         return 1.0
-    first, second = np.random.default_rng(0).integers(0, len(points0), (2, 2000))
+    first, second = np.random.default_rng(0).integers(0, len(points0), (2, _DRAWN))
     distance0, distance1 = (np.linalg.norm(p[first] - p[second], axis=1) for p in (points0, points1))
-    far = (distance0 > 8) & (distance1 > 8)  # pixels; shorter ones are too noisy
+    far = (distance0 > _LEAST_DISTANCE) & (distance1 > _LEAST_DISTANCE)
     if not far.any():
         return 1.0
     return float(np.exp(np.median(np.log(distance1[far] / distance0[far]))))
@@ -488,7 +508,7 @@ def crops_of(
     images: Sequence[Image], boxes: Sequence[tuple[int, ...]] | None, change: float, longer_side: int
 ) -> tuple[Crop, Crop]:
     """Crops at equal scale, of boxes, or whole images, whose scale changes (image 1 relative to image 0): as
-    large as `longer_side` allows, twice at most: beyond that there is no more detail.
+    large as `longer_side` allows, twice at most.
 
     The crop of higher resolution is reduced where the other would have to be enlarged by more.
     """
@@ -496,14 +516,14 @@ def crops_of(
     side0, side1 = (max(x1 - x0, y1 - y0) for x0, y0, x1, y1 in boxes)
     # factor0 = change · factor1 gives both the same scale.
     fitting = min(longer_side / side1, longer_side / (side0 * change))
-    factor1 = min(fitting, 2.0, 2.0 / change)
+    factor1 = min(fitting, _LARGEST_ENLARGEMENT, _LARGEST_ENLARGEMENT / change)
     return crop(images[0], boxes[0], factor1 * change), crop(images[1], boxes[1], factor1)
 
 
 def _box(points: np.ndarray, image: Image) -> tuple[int, int, int, int]:
     height, width = image.pixels.shape[:2]
-    low, high = np.quantile(points, [0.02, 0.98], axis=0)  # some are outliers
-    margin = 0.15 * (high - low).max() + 8  # matches are rare near image borders
+    low, high = np.quantile(points, [_TAIL, 1 - _TAIL], axis=0)
+    margin = MARGIN * (high - low).max() + _MARGIN_PIXELS
     x0, y0 = np.floor(np.clip(low - margin, 0, [width - 1, height - 1])).astype(int).tolist()
     x1, y1 = np.ceil(np.clip(high + margin, [x0 + 1, y0 + 1], [width, height])).astype(int).tolist()
     return x0, y0, x1, y1

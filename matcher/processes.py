@@ -13,6 +13,8 @@ Made = TypeVar("Made")
 
 _GIVEN = "OMP_NUM_THREADS"  # set by the user: so many threads are wanted
 _VARIABLES = (_GIVEN, "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OPENCV_FOR_THREADS_NUM")
+_PRIMITIVES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+_KEPT = "128"  # of torch's 1024; a pair of images takes some 40, and each is up to half a megabyte
 _MALLOC = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_ARENA_MAX", "GLIBC_TUNABLES")
 
 
@@ -52,8 +54,7 @@ def restrain_libraries() -> None:
     """Let torch keep fewer of the operations that it compiles for each shape, of which a sequence has
     hundreds, and ONNX Runtime neither tell its maker of its use nor keep an identifier in the home folder,
     unless the user has set how; it takes effect if neither is at work in this process yet."""
-    # Of 1024; a pair of images takes some 40, and each is up to half a megabyte.
-    os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+    os.environ.setdefault(_PRIMITIVES, _KEPT)
     os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 
@@ -95,6 +96,8 @@ def compute_alone_after_fork() -> None:
 
 # Python processes of our own: they import what this one can, and nothing from the working folder.
 
+_SAFE = "PYTHONSAFEPATH"  # Python then leaves the working folder off the import path, as with -P
+
 
 def child_command(module: str, *arguments: str) -> list[str]:
     """The command that runs a module of this package; use it with `child_environment`."""
@@ -110,5 +113,4 @@ def child_environment(threads: int | None = None) -> dict[str, str]:
     if next((path for path in paths if (Path(path) / "matcher").is_dir()), None) != ours:
         paths.insert(0, ours)  # the child is to run this package, not another one that is installed
     limits = {} if threads is None else thread_environment(threads)
-    # As with -P the working folder is left off the import path.
-    return {**os.environ, **limits, "PYTHONPATH": os.pathsep.join(paths), "PYTHONSAFEPATH": "1"}
+    return {**os.environ, **limits, "PYTHONPATH": os.pathsep.join(paths), _SAFE: "1"}

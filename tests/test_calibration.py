@@ -348,15 +348,12 @@ def test_equal_things_before_another_wall(rng, the_same):
     """Matches of the things alone; what is between them resembles its like, or nothing."""
     middles = rng.uniform(100, (540, 380), (6, 2))
     things = (middles[:, None] + rng.uniform(-30, 30, (6, 40, 2))).reshape(-1, 2)
-    points, descriptors = (
-        np.concatenate([things, rng.uniform(0, (640, 480), (400, 2))]),
-        rng.normal(size=(640, 64)),
-    )
+    points = np.concatenate([things, rng.uniform(0, (640, 480), (400, 2))])
+    descriptors, inliers = rng.normal(size=(640, 64)), np.ones(240, bool)
     other = descriptors + 0.5 * rng.normal(size=(640, 64))
     other[240:] = other[240:] + 0.5 * rng.normal(size=(400, 64)) if the_same else rng.normal(size=(400, 64))
     sides = features(points, descriptors), features(points * 0.95 + 15, other)
     matches = Matches.from_indices(np.c_[:240, :240], *(each.keypoints for each in sides), np.full(240, 0.99))
-    inliers = np.ones(240, bool)
     found = repetition(*sides, matches, inliers)
     geometry = TwoViewGeometry("fundamental", "ok", inliers, np.eye(3), repetition=found)
     said = verdict_of(matches, geometry, SIZE, SIZE)

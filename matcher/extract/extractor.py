@@ -33,6 +33,7 @@ def find_front_end(kind: str) -> FrontEnd:
     return kornia.FRONT_ENDS[kind]
 
 
+LARGEST = 2.0  # factor
 ENOUGH = 2048  # keypoints, even if more are wanted: no more are taken of an enlarged image
 
 
@@ -48,7 +49,7 @@ def extracted(extractor: Extractor, images: Sequence[Image], config: ExtractorCo
     for place, (found, image) in enumerate(zip(features, images, strict=True)):
         few, side = 0 < len(found) < min(config.max_keypoints, ENOUGH), max(image.pixels.shape[:2])
         if few and side < longer and min(image.scale) >= 1:  # none that was made smaller
-            larger[place] = image.resized(min(2.0, longer / side))
+            larger[place] = image.resized(min(LARGEST, longer / side))
     if not larger:
         return features
     again = one_for_each(extractor([*larger.values()]), Features, len(larger), "extractor", extractor)

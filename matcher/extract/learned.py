@@ -23,6 +23,8 @@ from matcher.errors import IntegrityError
 from matcher.extract.front_end import Found, FrontEnd, grey, inner_pixels, mask_of, padded
 from matcher.types import Image, converted
 
+DESCRIPTOR_DIM = 64
+
 
 @dataclass(frozen=True)
 class Architecture:
@@ -135,7 +137,7 @@ class FeatureNetwork(nn.Module):
         self.mix = ConvNormRelu(widths[0], widths[0], 3, 1, normalised=normalised)
         self.points = nn.Conv2d(widths[0], 4, 3, padding=1)
         self.descriptor = nn.Sequential(
-            nn.Linear(sum(widths), sizes.hidden), nn.ReLU(), nn.Linear(sizes.hidden, 64)
+            nn.Linear(sum(widths), sizes.hidden), nn.ReLU(), nn.Linear(sizes.hidden, DESCRIPTOR_DIM)
         )
 
     def fit(self, shapes: Mapping[str, Sequence[int]]) -> None:

@@ -13,6 +13,8 @@ import numpy as np
 
 from matcher.config import MatchingPolicy
 
+NEGLIGIBLE = 0.5  # matches: a pair of which fewer than this are still open need not go on
+
 
 def confidence_threshold(layer: int, depth: int) -> float:
     """λ of layer 0 … depth−1: 0.8 + 0.1·exp(−4ℓ/L), eq. 11: early layers need more confidence."""
@@ -53,7 +55,7 @@ def decide(
     if policy.early_exit and predicted:
         expected = probability * valid
         unsettled = (expected * ~confident).sum(1)
-        stops = unsettled < (1 - policy.exit_share) * expected.sum(1) + 0.5  # less than half a match
+        stops = unsettled < (1 - policy.exit_share) * expected.sum(1) + NEGLIGIBLE
     elif policy.early_exit:
         stops = (valid & ~confident).sum(1) < (1 - policy.exit_share) * totals
     # Dropping few points costs more time than it saves.

@@ -22,6 +22,9 @@ from matcher.kernels.calls import local_maps
 from matcher.match.sinkhorn import mutual_best
 
 NEIGHBOURS = 16  # matches that a map is fitted to; three determine one
+# Residuals at which a match weighs a quarter, for each reweighting: from 100 to 8 pixels in images of 1024.
+SCALES = (0.2, 0.08, 0.03, 0.015)
+LEAST_PROBABILITY = 0.05  # of a match that counts
 SETTLED = 0.85  # share of the matches that a round leaves unchanged, which makes it the last
 ROUGH_ITERATIONS = 7  # of Sinkhorn between rounds; the next goes on where they end
 _RIDGE, _TINY = 1e-3, 1e-6
@@ -50,7 +53,7 @@ class SoftMatches(NamedTuple):
 def soft_matches(log_scores: Tensor) -> SoftMatches:
     """Log probabilities (B, N, M) → mutual best partners, as either image sees them; no gradients."""
     best, partners, mutual, rows = mutual_best(log_scores)
-    probability = F.threshold(best.exp() * mutual, 0.05, 0.0)
+    probability = F.threshold(best.exp() * mutual, LEAST_PROBABILITY, 0.0)
     back = F.pad(probability, (0, 1)).gather(1, rows)  # 0 where a column has none
     # OpenCV, which runs exported graphs, cannot limit integers.
     traced = torch.compiler.is_compiling()
@@ -134,8 +137,7 @@ def _fit(points: Tensor, base: Tensor) -> LocalFit:
     x, y = points.split(2, dim=1)
     x0, x1 = x.split(1, dim=1)
     products = torch.cat([points, x * x, x0 * x1, x0 * y, x1 * y], dim=1)
-    # Residuals at which a match weighs a quarter: from 100 to 8 pixels in images of 1024.
-    for scale in (0.2, 0.08, 0.03, 0.015):
+    for scale in SCALES:
         weight = weight.unsqueeze(1)
         means = (weight * products).sum(2, keepdim=True) / (weight.sum(2, keepdim=True) + _TINY)
         mean, target, own, xy, along0, along1 = means.split((2, 2, 2, 1, 2, 2), dim=1)

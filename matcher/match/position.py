@@ -27,6 +27,8 @@ CHANNELS = {
     "raw_counterclockwise": 1,
     "frame": 4,
 }
+# Longer side of the images that LightGlue's networks were trained on, of which their raw scales are pixels.
+TRAINED_SIDE = 1024.0
 
 
 def normalise_positions(features: Features, extent: float = 0.5) -> Tensor:
@@ -74,7 +76,7 @@ def _column(features: Features, name: str, extent: float) -> Tensor:
     side = features.size.amax(-1, keepdim=True)
     scales = _required(features.scales, "scale")
     if name in ("raw_scale", "raw_sigma"):
-        return (scales * 1024.0 / side).unsqueeze(-1) * (0.5 if name == "raw_sigma" else 1.0)
+        return (scales * TRAINED_SIDE / side).unsqueeze(-1) * (0.5 if name == "raw_sigma" else 1.0)
     relative = scales.clamp_min(1e-3) / side
     return (relative.log2().unsqueeze(-1) + 6) / 2
 
@@ -201,6 +203,7 @@ def encoded(config: PositionConfig, features: Features) -> Tensor | None:
 # Guidance by predicted correspondences: every token knows its position and predicts that of its partner.
 
 _FREQUENCIES = 32
+_FARTHEST = 1.5  # in normalised positions: a partner may lie outside the image, but not arbitrarily far
 
 
 class Points(NamedTuple):
@@ -268,5 +271,5 @@ class CorrespondenceGuidance(nn.Module):
 
     def _predicted_waves(self, predicted: Tensor) -> Tensor:
         with torch.no_grad():
-            within = predicted.clamp(-1.5, 1.5)  # it may lie outside the image, but not arbitrarily far
+            within = predicted.clamp(-_FARTHEST, _FARTHEST)
         return self._waves(within)

@@ -27,6 +27,7 @@ LEAST_EXPONENT = -80.0  # where exp underflows it is fifty times slower on some 
 LARGEST_SCALE = 1e12  # scales beyond it go into the potentials, before float32 runs out of range
 EXTREME_SCALE = 1e16  # the product of two with e⁻⁸⁰, which stands for less, is still small
 LEAST_SUM = 1e-30  # of a row or column in training, where nothing is absorbed
+CACHE_LINE = 16  # float32 numbers
 CHECKED = 4  # iterations between looks at the error, for which a GPU is waited for
 
 
@@ -342,8 +343,8 @@ class AssignmentHead(nn.Module):
         """
         left = right = converted(mapped(self.projection, x), torch.float32) / self.divisor
         columns = x.shape[1] - n + 1
-        # Rows that begin at cache lines, of 16 numbers: the product takes two thirds of the time.
-        more_rows = 1 if torch.compiler.is_compiling() else 1 + -columns % 16
+        # Rows that begin at cache lines: the product takes two thirds of the time.
+        more_rows = 1 if torch.compiler.is_compiling() else 1 + -columns % CACHE_LINE
         if hasattr(self, "matchability"):
             bins = -converted(mapped(self.matchability, x), torch.float32)
             corner = bins.new_zeros(len(x), more_rows, 1)

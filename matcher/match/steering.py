@@ -24,6 +24,11 @@ STEERABLE_KIND = "learned"  # `Features.kind` of the front end with steerable de
 TURNED_EXIF = (0, 6, 7, 8, 5, 2, 3, 4, 1)
 
 FEW, COMPARED = 384, 1024  # strongest keypoints of each image that are compared, and if these decide nothing
+# Least ratio of the score of the best turn to that of the second best at which a few keypoints decide. On
+# hard indoor pairs that is so for two thirds, and the decision was always that of all keypoints.
+DECISIVE = 1.5
+# Score per keypoint of no turn above which no other is tried; unrelated images have 0.002.
+CERTAIN = 0.04
 MIN_GAIN = 0.2  # by which the score of a turn must exceed that of no turn
 # Where the turn that the descriptors suggest gives few matches, others are tried until one does not: first
 # upside down, as an image is seen from the other side of a table. All keypoints are matched where so many of
@@ -49,15 +54,13 @@ def rotated_descriptors(descriptors: Any, kind: str) -> list[Any]:
 def best_turn(descriptors0: Any, descriptors1: Any) -> int:
     """Clockwise quarter turns of image 1 after which its steerable descriptors fit those of image 0 best.
 
-    Of descriptors (N, D), (M, D) of norm 1, best first. A few of the strongest decide where their best turn
-    has 1.5 times the score of the second best, as on two thirds of hard indoor pairs, always as all would;
-    no other turn is tried above .04 per keypoint of none (unrelated images have .002).
+    Of descriptors (N, D), (M, D) of norm 1, best first; a few of the strongest decide most pairs.
     """
     points = max(len(descriptors0), len(descriptors1))
-    for strongest, certain in ((FEW, 0.04), (COMPARED, math.inf)):
+    for strongest, certain in ((FEW, CERTAIN), (COMPARED, math.inf)):
         scores = turn_scores(descriptors0, descriptors1, STEERABLE_KIND, strongest=strongest, certain=certain)
         scores[0] += MIN_GAIN
-        if points <= strongest or len(scores) == 1 or scores.max() > 1.5 * np.sort(scores)[-2]:
+        if points <= strongest or len(scores) == 1 or scores.max() > DECISIVE * np.sort(scores)[-2]:
             break
     return int(scores.argmax())
 

@@ -19,6 +19,7 @@ from matcher.sequence.frames import FrameLinks, KeptFrame
 from matcher.types import REFINEMENTS, Estimator, Features, Matches
 from matcher.verify.adjustment import threshold_scale
 
+MIN_LINKS = 12  # consistent ones; with fewer, two frames do not show one scene
 NEIGHBOURS = 6  # links whose median motion predicts a point's; fewer predict none
 
 MatchPairs = Callable[[Sequence[tuple[Features, Features]]], list[Matches]]
@@ -42,7 +43,7 @@ class Linker:
         scale = threshold_scale(frame0.scale, frame1.scale, "fundamental")
         points = frame0.keypoints[indices[:, 0]], frame1.keypoints[indices[:, 1]]
         geometry = self.estimator(*points, thresholds_scale=scale)
-        enough = geometry.verified and np.count_nonzero(geometry.inliers) >= 12  # fewer show no one scene
+        enough = geometry.verified and np.count_nonzero(geometry.inliers) >= MIN_LINKS
         inliers = geometry.inliers if enough else np.zeros_like(geometry.inliers)
         scores = np.ones(len(indices), np.float32) if scores is None else scores
         links, F = FrameLinks(frame0.index, indices, scores, inliers), geometry.matrix

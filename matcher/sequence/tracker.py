@@ -28,6 +28,8 @@ from matcher.sequence.pose_tracking import MOST_DOUBT, PoseTracker
 from matcher.types import Features, Image, Matches
 from matcher.verify.estimation import RobustEstimator
 
+# Tracks and poses live on matches that are right, not on many; single pairs do with less.
+MATCH_THRESHOLD = 0.2
 # A frame becomes a keyframe where fewer of the tracks are left that the keyframe's next frame had, or where
 # the median way of the points since is a larger share of the image's diagonal.
 LEAST_KEPT, MOST_PARALLAX = 0.65, 0.12
@@ -100,8 +102,7 @@ class Tracker:
             preset, options = from_file(preset, options)  # without those that are None
         refuse_further_passes(options, "frames are matched by one pass each")
         if not isinstance(preset, Pipeline) and takes(preset, "match_threshold"):
-            # Tracks and poses live on matches that are right, not on many; single pairs do with less.
-            options = {"match_threshold": 0.2, **options}
+            options = {"match_threshold": MATCH_THRESHOLD, **options}
         pipeline = open_pipeline(preset, options)
         if (kind := pipeline.config.estimation.kind) != "fundamental":
             raise UsageError(f"a tracker verifies links by fundamental matrices: leave geometry {kind!r} out")

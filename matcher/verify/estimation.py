@@ -55,9 +55,12 @@ from matcher.verify.likelihood import chance_inlier, epipolar_likelihood, log_fa
 
 # Fundamental and essential matrices
 
+SAMPLES = 5_000  # for a pose, at most; twice as many give no better ones, even where most matches are wrong
 # Hypotheses, the first of which may do: factor of the threshold, and share of the matches, the most probable.
 _FUNDAMENTAL = ((2 / 3, 1.0), (1 / 3, 1.0), (5 / 3, 1.0), (2 / 3, 0.5))
 _ESSENTIAL = ((2 / 3, 1.0), (1 / 3, 0.5), (2 / 3, 0.5), (5 / 3, 1.0), (5 / 3, 0.5))
+_AT_REST = 0.25  # of the threshold, by which most matches move at most where nothing moves
+_TWINS = 5.0  # degrees between poses of one plane that are two, and not one twice
 _IN_FRONT = 0.8  # share of the plane's matches that one of them has in front, that another must have
 _OFF_PLANE = 2.0  # thresholds for inliers that a match may lie from its place by the homography of a plane
 
@@ -70,7 +73,7 @@ def estimated_fundamental(matched: MatchedPoints, threshold: float, adjusted: bo
         return TwoViewGeometry("fundamental", "ok", sampson(*matched.sides, matrix) <= threshold, matrix)
 
     moved = matched.points1 - matched.points0
-    if np.median(np.hypot(*moved.T)) < 0.25 * threshold:
+    if np.median(np.hypot(*moved.T)) < _AT_REST * threshold:
         # Any epipole will do for a camera that stands still; MAGSAC++ may look for one for minutes.
         return of(np.array([[0.0, 0, 0], [0, 0, -1], [0, 1, 0]]))
     if not adjusted:
@@ -180,6 +183,7 @@ _MINIMA = {
     "essential": (5, 2),
 }
 _LIMIT = 1e8  # coordinates beyond it are as useless as infinite ones
+MAX_PLANES = 16
 
 
 @dataclass(frozen=True)
@@ -196,7 +200,7 @@ class RobustEstimator:
 
     config: EstimationConfig
     adjusted: bool = True  # False: fundamental matrices are a single hypothesis, as MAGSAC++ leaves it
-    pose_samples: int = 5_000  # for each hypothesis of an essential matrix, at most; more give no better ones
+    pose_samples: int = SAMPLES  # for each hypothesis of an essential matrix, at most
     planar: PlanarModel = "homography"  # what the kind "homography" estimates
     takes_covariances = True  # see `matcher.types.Estimator`
 
@@ -252,7 +256,7 @@ class RobustEstimator:
         """
         single = replace(self, config=replace(self.config, kind="homography"))
         left, matrices = np.arange(len(points0)), []
-        while len(matrices) < 16:
+        while len(matrices) < MAX_PLANES:
             known = None if covariances is None else covariances[left]
             found = single(points0[left], points1[left], thresholds_scale=scale, covariances=known)
             if found.status != "ok":
@@ -352,7 +356,7 @@ class RobustEstimator:
         poses = [planar.cam1_from_cam0]
         for pose in poses_of_plane(matched, search.cameras, reach, planar.homography):
             pose = search.adjusted(pose, matched, search.model(pose)[0].inliers)
-            if all(degrees_apart(pose, one) > 5.0 for one in poses):  # else it is one twice
+            if all(degrees_apart(pose, one) > _TWINS for one in poses):
                 poses.append(pose)
         on_plane, judged = parallax.distance <= reach, []
         for pose in poses:

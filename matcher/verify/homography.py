@@ -168,6 +168,8 @@ def only_rotates(inliers: MatchedPoints, cameras: tuple[Camera, Camera], cam1_fr
 
 # Poses that the homography of a plane allows
 
+_LEAST_STEP = 1e-6  # length of a translation, in distances of the plane; shorter ones have no direction
+
 
 def poses_of_plane(
     matched: MatchedPoints,
@@ -193,7 +195,7 @@ def poses_of_plane(
         return
     for rotation, translation in zip(rotations, translations, strict=True):
         pose, length = np.eye(4), np.linalg.norm(translation)
-        if not (1e-6 < length < np.inf and np.isfinite(rotation).all()):  # shorter ones have no direction
+        if not (_LEAST_STEP < length < np.inf and np.isfinite(rotation).all()):
             continue
         pose[:3, :3], pose[:3, 3] = rotation, translation[:, 0] / length
         if 2 * np.count_nonzero(in_front(*matched.sides, inverse, pose) & plane) > np.count_nonzero(plane):
@@ -210,14 +212,17 @@ LEAST_SHARE = 0.5  # of the inliers, on the plane; half of them off it fix any g
 ENOUGH = 6.0  # logarithm of how much likelier one pose must be than its twin, or a matrix than by chance
 OWN = 1.4  # the same of the likeliest by all matches, right of 17 of 21 planes with nothing off them
 _SURE = 4.0  # standard deviations that a match must lie off the plane
+_SAMPLES = 256  # inliers among which a plane is looked for
 # Of matches off the plane that may be right, of which the likeliest counts.
 _SHARES = (0.01, 0.03, 0.1, 0.3, 1.0)
+_CELL = 32.0  # pixels of the resized image, in which matches may be wrong together
+_PAIRS = 24  # matches off the plane, any two of which give an epipole
 
 
 def dominant_plane(matched: MatchedPoints, inliers: np.ndarray, threshold: float) -> np.ndarray | None:
     """The homography (3, 3) that most of the inliers (N,) agree with up to a threshold, if there is one."""
     sides = [points[inliers] for points in matched.sides]
-    few = [points[:: -(-len(points) // 256)] for points in sides]
+    few = [points[:: -(-len(points) // _SAMPLES)] for points in sides]
     # Where half of the matches lie on it, 150 samples of four miss it once in 16,000 times.
     homography, _ = cv2.findHomography(*few, cv2.RANSAC, threshold, maxIters=150, confidence=0.9999)
     for _ in range(2):
@@ -289,7 +294,7 @@ def parallax_false_alarms(fundamental: np.ndarray, matched: MatchedPoints, paral
     on the next window, so they count as the root of their number.
     """
     off, reach = parallax.off, 1.5 * parallax.noise
-    cells = np.floor(matched.points0[off] / 32.0)  # pixels of the resized image
+    cells = np.floor(matched.points0[off] / _CELL)
     _, cell, sharing = np.unique(cells, axis=0, return_inverse=True, return_counts=True)
     weight = 1 / np.sqrt(sharing[cell.reshape(-1)])
     agree = float(weight @ (sampson(*matched.sides, fundamental)[off] <= reach)) - 2
@@ -308,7 +313,7 @@ def completed(homography: np.ndarray, matched: MatchedPoints, parallax: Parallax
     off = np.flatnonzero(parallax.off)
     if len(off) < 3:
         return None
-    chosen = off[np.argsort(-matched.probable[off], kind="stable")[:24]]  # any two of which give an epipole
+    chosen = off[np.argsort(-matched.probable[off], kind="stable")[:_PAIRS]]
     x0, x1 = (lifted(points[chosen]) for points in matched.sides)
     lines = np.cross(x0 @ homography.T, x1)
     lines /= np.linalg.norm(lines, axis=1, keepdims=True)

@@ -9,6 +9,7 @@ import numpy as np
 from matcher.verify.adjustment import TINY, MatchedPoints, sampson
 
 _PROBABLE = (0.02, 0.95)  # match probabilities are not taken for smaller or larger: none is certain
+_UNKNOWN = 0.5  # of a match without one
 SCORE_STEPS = 65535  # of a run's scores; no finer ones count here, so that its pairs verify again as they did
 _REACH = 500.0  # pixels of the resized image: how far from its place a wrong match may lie
 
@@ -16,7 +17,7 @@ _REACH = 500.0  # pixels of the resized image: how far from its place a wrong ma
 def probabilities(scores: np.ndarray | None, count: int) -> np.ndarray:
     """(count,) match probabilities from scores, the same for all where there are none."""
     if scores is None:
-        return np.full(count, 0.5)
+        return np.full(count, _UNKNOWN)
     known = np.nan_to_num(np.asarray(scores, dtype=np.float32)).clip(0, 1)
     return (np.rint(known * np.float32(SCORE_STEPS)).astype(np.float64) / SCORE_STEPS).clip(*_PROBABLE)
 

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 
     from matcher.match.network import MatchingNetwork
 
+_PACKAGE = Path(__file__).parents[1]
 # In a wheel the weights lie inside the package, in a checkout beside it.
-FOLDERS = (Path(__file__).with_name("shipped"), Path(__file__).parents[2] / "weights")
+FOLDERS = (_PACKAGE / "weights" / "shipped", _PACKAGE.parent / "weights")
 LARGEST_WEIGHTS = 1 << 32  # bytes; a hundred times what most networks take
 RESTORE = "restore it with `git checkout -- weights` in a checkout, or install the package again"
 _LISTED = 8  # tensors of each fault that a message names
