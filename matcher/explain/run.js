@@ -107,7 +107,8 @@ const STATUS = {
 const [images, pairs] = data.counts;
 byId("summary").textContent = pairs[1]
   ? `${pairs[1]} pairs were matched in ${data.seconds} s: ` +
-    data.statuses.map(([status, count]) => `${count} ${STATUS[status] || status}`).join(", ") + "."
+    data.statuses.map(([[status, usable], count]) =>
+      `${count} ${usable && status === "degenerate" ? "on one plane, without a pose" : STATUS[status] || status}`).join(", ") + "."
   : "No pair has been matched yet: run `matcher collection IMAGES --run RUN_DIR`.";
 table("Run", ["quantity", "value"], data.origin, undefined, "words");
 table("Progress", ["", "done", "failed", "waiting"], data.counts);

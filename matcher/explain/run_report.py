@@ -96,7 +96,7 @@ def write_run_report(
                 ["pairs", counts.pairs_done, counts.pairs_failed, counts.pairs_waiting],
             ],
             "seconds": round(sum(row.seconds for row in rows), 1),
-            "statuses": sorted(Counter(row.status for row in rows).items()),
+            "statuses": sorted(Counter((row.status, row.verified) for row in rows).items()),
             "bins": list(BINS),
             "histograms": [
                 np.histogram([getattr(row, name) for row in rows], [*BINS, np.inf])[0].tolist()
