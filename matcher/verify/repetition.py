@@ -28,6 +28,7 @@ _FEW = 20  # keypoints around inliers, or inliers, of fewer of which nothing fol
 # What is around the inliers and what lies in its place: similarity above chance, divided by that of inliers,
 # that views of one place exceed. Of learned ones some .6, of other things .1 to .3; of others not known.
 _LIKENESS = {"learned": 0.4, "sift": 0.3}
+_LEFT = (0.5, 0.8)  # keypoints around, for each matched one: up to the first they say nothing, then more
 _PSEUDO = 8.0  # keypoints added to the unrepeated ones that are counted, matched as often as repeated ones
 
 
@@ -104,7 +105,7 @@ def _differing(features: Sequence[Features], points: Sequence[np.ndarray]) -> fl
     turned against each other the descriptors say nothing: there inliers are hardly more similar than chance.
     Where most is matched, what is left is no sample of the place.
     """
-    found = []
+    found, shares = [], []
     sides = [_Side(*each) for each in zip(features, points, strict=True)]
     for one, other in (sides, sides[::-1]):
         source, target = (each.inliers[:: -(-len(each.inliers) // _SAMPLE)] for each in (one, other))
@@ -120,11 +121,10 @@ def _differing(features: Sequence[Features], points: Sequence[np.ndarray]) -> fl
         inliers = one.likeness(other, apart.argmin(axis=1)[own], target[own])
         if around is None or inliers is None:
             continue
-        if around.count < (near & matched).sum():
-            return 0.0
         chance = around.elsewhere
         found.append(_LIKENESS[features[0].kind] * (inliers.there - chance) - (around.there - chance))
-    return float(np.mean(found)) if found else 0.0
+        shares.append(around.count / max((near & matched).sum(), 1))
+    return float(np.mean(found) * np.interp(min(shares), _LEFT, (0, 1))) if found else 0.0
 
 
 class _Likeness(NamedTuple):
