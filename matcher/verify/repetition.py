@@ -29,6 +29,7 @@ _FEW = 20  # keypoints around inliers, or inliers, of fewer of which nothing fol
 # that views of one place exceed. Of learned ones some .6, of other things .1 to .3; of others not known.
 _LIKENESS = {"learned": 0.4, "sift": 0.3}
 _LEFT = (0.5, 0.8)  # keypoints around, for each matched one: up to the first they say nothing, then more
+ALONE = (0.3, 0.5)  # share of inliers that do not repeat, from which on others around them count, and wholly
 _PSEUDO = 8.0  # keypoints added to the unrepeated ones that are counted, matched as often as repeated ones
 
 
@@ -65,7 +66,8 @@ def repetition(
         glance = [unrepeated(*side[:2], side[2][:: -(-len(side[2]) // _GLANCE)]).mean() for side in sides]
         if min(glance) > _SCARCELY:
             return Repetition(float(min(glance)), 1.0, differing=differing)
-    return Repetition(*np.min([_counted(*side) for side in sides], axis=0).tolist(), differing)
+    alone, found, share = np.min([_counted(*side) for side in sides], axis=0).tolist()
+    return Repetition(alone, found, share, differing * float(np.interp(alone, ALONE, (0, 1))))
 
 
 def unrepeated(features: Features, points: np.ndarray, rows: np.ndarray) -> np.ndarray:

@@ -14,6 +14,7 @@ import numpy as np
 
 from matcher.config import GeometryKind
 from matcher.types import Matches, Repetition, TwoViewGeometry
+from matcher.verify.repetition import ALONE
 
 VerdictWord = Literal["same", "unsure", "not"]
 
@@ -40,7 +41,6 @@ _CORNERS = 64  # inliers whose neighbourhoods are looked at, and so many that ch
 _OF_MANY = 0.3  # then of several passes, too, this is accepted; nearly all wrong ones of so many have less
 _NEAR = 0.1  # error of an inlier foretold by its neighbours, divided by their distance from their mean
 _AGREEING = (0.3, 0.6)  # share of such inliers that most wrong geometries stay below, and that says all
-_ALONE = (0.3, 0.5)  # share of inliers that do not repeat, from which on their neighbours count, and wholly
 MIRRORED = "one image is mirrored (then flip it and match again), or they are wrong"  # of matches
 _SENTENCES: dict[VerdictWord, str] = {
     "same": "the images show the same place",
@@ -148,7 +148,7 @@ def regressors(
     agreeing = 0.0
     if geometry.repetition is not None and not geometry.kind.startswith("homograph"):
         share = _neighbour_agreement(matches.points0[inliers], matches.points1[inliers])
-        agreeing = _between(share, *_AGREEING) * _between(repeated.unrepeated, *_ALONE)
+        agreeing = _between(share, *_AGREEING) * _between(repeated.unrepeated, *ALONE)
     return np.array([np.log1p(support), inliers.mean(), min(spans), found, agreeing])
 
 
