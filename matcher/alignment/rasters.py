@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 POINT_FORMATS = (".csv", ".points", ".txt")
 RASTER_FORMATS = (".tif", ".tiff")
+PREVIEW = 4096  # pixels; longer side of what is matched
+STRETCH = (1, 99)  # percentiles of a band that become black and white
 TILE = 1024  # pixels; side of what is warped at a time
 CELLS = 8  # a side of the grid over image 0 in whose cells the best points are control points
 
@@ -62,7 +64,7 @@ def open_raster(path: str | Path) -> Raster:
     if path.suffix.lower() not in RASTER_FORMATS:
         return Raster(path, read_image(path).size, path, None, None, None)
     with _dataset(path) as data:
-        share = min(1.0, 4096 / max(data.width, data.height))
+        share = min(1.0, PREVIEW / max(data.width, data.height))
         shape = tuple(max(1, round(side * share)) for side in (data.height, data.width))
         pixels = _read(data, [1, 2, 3] if data.count >= 3 else [1], out_shape=shape)
         mask = (data.dataset_mask(out_shape=shape) > 0) & np.isfinite(pixels).any(axis=0)
@@ -107,11 +109,11 @@ def _read(data: DatasetReader, bands: list[int], out_shape: tuple[int, int], **p
 
 
 def _stretched(band: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """A band of any type as uint8; percentiles become black and white."""
+    """A band of any type as uint8."""
     if band.dtype == np.uint8:
         return band
     valid = band[mask & np.isfinite(band)]
-    low, high = np.percentile(valid, (1, 99)) if valid.size else (0, 1)
+    low, high = np.percentile(valid, STRETCH) if valid.size else (0, 1)
     scaled = (np.nan_to_num(band.astype(np.float64)) - low) / max(float(high - low), 1e-12)
     return (scaled.clip(0, 1) * 255).round().astype(np.uint8)
 

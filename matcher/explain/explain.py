@@ -141,15 +141,17 @@ class LayerReport:
     reasons: tuple[np.ndarray, np.ndarray]
 
 
+CANDIDATES = 3  # that are told of each point
+
 # Of a point, as of the last layer that it lived through: the probability of no partner, and the likeliest of
-# the other image, three at most, each with its probability, the point here that it is likeliest to be, and
-# how likely. It stays unmatched where that is another, or its best is less likely than the threshold or none.
+# the other image, each with its probability, the point here that it is likeliest to be, and how likely. The
+# point stays unmatched where that is another, or its best is less likely than the threshold or no partner.
 Told = tuple[float, list[tuple[int, float, int, float]]]
 
 
 def candidates_of(scores: Tensor, unmatched: Tensor, here: np.ndarray, there: np.ndarray) -> dict[int, Told]:
     """What is told of the points (n,) `here`, from log probabilities (n, m) with the points `there`."""
-    alone, count = unmatched.exp().clamp(max=1).tolist(), min(3, scores.shape[1])
+    alone, count = unmatched.exp().clamp(max=1).tolist(), min(CANDIDATES, scores.shape[1])
     points = here.tolist()
     if not (points and count):
         return {point: (share, []) for point, share in zip(points, alone, strict=True)}

@@ -19,6 +19,8 @@ from matcher.extract.front_end import Found, FrontEnd, grey, inner_pixels, padde
 from matcher.types import Image
 
 CELL = 8  # pixels a side
+DESCRIPTOR_DIM = 256
+
 _STAGES = (64, 64, 128, 128)  # two convolutions each, pooling by 2 after all but the last
 _HEAD = 256
 
@@ -44,7 +46,7 @@ class SuperPoint(nn.Module):
             for inputs, outputs in zip([1, *widths], widths, strict=False)
         )
         self.points = self._head(CELL**2 + 1, normalised)
-        self.descriptors = self._head(256, normalised)
+        self.descriptors = self._head(DESCRIPTOR_DIM, normalised)
         self.exact_sampling = normalised
 
     @staticmethod

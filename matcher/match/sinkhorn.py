@@ -56,18 +56,25 @@ def sinkhorn(
     tolerance: float | None = 1e-2,
     start: Potentials | None = None,
 ) -> Potentials:
-    """Scale exp(scores), (B, N+1, M+1), until its rows and columns have their masses; no gradients.
+    """Scale exp(scores) until its rows and columns have their masses; no gradients.
 
-    A point that a mask, (B, N) or (B, M) bool, says is valid has mass 1, another one 0, each dustbin the
-    number of valid points of the other image; `start` is of similar scores under the same masks.
+    A valid point has mass 1, a masked one 0, each dustbin the number of valid points of the other image.
     Rows are updated first, so columns are exact after each iteration and the rows' error measures
     convergence. With a tolerance the side of fewer points counts as the rows (between equals the one of
     lower dustbins), so that swapping the images transposes the plan. Iterations are matrix–vector products on
     a kernel that has absorbed the potentials (Schmitzer 2019, "Stabilized sparse scaling algorithms for
-    entropy regularized transport problems", section 3.2), in float32, and finite for scores of ±1e4.
+    entropy regularized transport problems", section 3.2).
 
-    The `tolerance` is of the rows' relative error, ‖sums − 1‖ / ‖1‖ over points together with that of the
-    dustbin, at which a pair stops; looked at after every fourth iteration. None: never.
+    Args:
+        scores: (B, N+1, M+1) with the dustbins last.
+        mask0, mask1: (B, N), (B, M) bool, True = valid; all are when absent.
+        max_iterations: row and column updates at most.
+        tolerance: of the rows' relative error, ‖sums − 1‖ / ‖1‖ over points together with that of the
+            dustbin, at which a pair stops; looked at after every fourth iteration. None: never.
+        start: of similar scores under the same masks.
+
+    Returns:
+        Potentials in float32; finite at valid points for scores of ±1e4.
     """
     scores = converted(scores, torch.float32)
     transposed = [False] if tolerance is None else _transposed(scores, mask0, mask1)
