@@ -28,7 +28,7 @@ MARK = b"written by matcher"
 # How our tables begin, which have no room for a mark. QGIS writes the same header of points, and its numbers
 # with other decimals.
 _TABLES = re.compile(
-    rb"name0,name1,matches,inliers,status,probability(,planar)?\n|"
+    rb"name0,name1,matches,inliers,status,probability(,planar(,repetitive)?)?\n|"
     rb"method,pair,groups,seed,|x0,y0,x1,y1,score,inlier\n|"
     rb"pixel,line,map_x,map_y,residual,score\n|"
     rb"(#CRS: .*\n)?mapX,mapY,sourceX,sourceY,enable,dX,dY,residual\n"

@@ -258,7 +258,7 @@ class _Pair:
         if not self.found:
             return *self.features, self.first
         *sides, matches = union_of_passes(*self.features, self.first, self.found, SAME_POINT)
-        return *sides, without_overlay(*self.features, matches) if self.first.overlay else matches
+        return *sides, without_overlay(*self.features, matches) if len(self.first.overlay) else matches
 
     @cached_property
     def geometry(self) -> TwoViewGeometry:

@@ -37,7 +37,7 @@ _REASONS = {
 }
 _PLANAR = {
     "degenerate": "as they lie on one plane or the views only rotate, which fixes no more",
-    "ambiguous": "as they lie on one plane, several poses fit and nothing off it tells them apart",
+    "ambiguous": "as they lie on one plane, several poses fit and too little off it tells them apart",
 }
 
 
@@ -136,7 +136,7 @@ class Result:
             "keypoints0": len(self.features0),
             "keypoints1": len(self.features1),
             "matches": len(self.matches),
-            "overlay": self.matches.overlay,
+            "overlay": len(self.matches.overlay),
             "layers_run": self.matches.layers_run,
             "layers": self.layers,
             "refinement": None if refinement is None else refinement.counts(),
@@ -159,8 +159,8 @@ class Result:
         if self.passes:
             found = ", ".join(f"{one.name} {one.matches}" for one in self.passes)
             lines.append(f"{len(self.passes)} passes, because too few matches of the first agreed: {found}")
-        if self.matches.overlay:
-            lines.append(f"{self.matches.overlay} matches are of a stamp, logo or frame over both: left out")
+        if left_out := len(self.matches.overlay):
+            lines.append(f"{left_out} matches are of a stamp, logo or frame over both: left out (overlay)")
         lines.append(self._found())
         if self.verdict is not None:
             lines.append(str(self.verdict))
@@ -169,33 +169,13 @@ class Result:
         return "\n".join(filter(None, lines))
 
     def _found(self) -> str:
-        """What the matches agree on, in one sentence."""
-        kind, status, rejected = self.geometry.kind, self.geometry.status, self.geometry.rejected
-        model = "homography" if kind.startswith("homograph") else f"{kind} matrix"
-        if not len(self.matches):
-            for side, features in enumerate((self.features0, self.features1)):
-                seen = to_numpy(features.size * features.scale).round().astype(int).tolist()
-                for (width, height), how in ((features.image_size, ""), (seen, " after resizing")):
-                    if min(width, height) < 16:  # there is nothing to recognise
-                        return f"no match: image {side} is too small, {width} x {height} pixels{how}"
-            return "no match: the images share nothing that was recognised"
-        if status == "mirrored":
-            return f"mirrored: neighbouring matches lie the other way round in image 1: {MIRRORED}"
-        if self.geometry.verified and status != "ok":
-            found = f"{int(self.inliers.sum())} are inliers of one homography (planar)"
-            return f"{found}: {status}, {_PLANAR[status]}"
-        if status in _REASONS and (rejected is None or self.verdict is None):
-            return f"no match: the matches fit no {model} ({_REASONS[status]})"
-        if status in _REASONS:
-            agree, denied = f"{int(rejected.inliers.sum())} agree on one {model}", self.verdict.word == "not"
-            told = f"no match: {agree}, as matches of different places may"
-            return told if denied else f"{agree}, which is too uncertain to be used"
-        if kind == "none":
-            return ""
-        matrices, inliers = self.geometry.matrices, int(self.inliers.sum())
-        models = f"one {model}" if matrices is None or len(matrices) == 1 else f"{len(matrices)} homographies"
-        planar = ", most of them on one plane (planar)" * self.geometry.planar
-        return f"{inliers} {'is an inlier' if inliers == 1 else 'are inliers'} of {models}{planar}"
+        """What was found, in one sentence."""
+        for side, features in enumerate(() if len(self.matches) else (self.features0, self.features1)):
+            seen = to_numpy(features.size * features.scale).round().astype(int).tolist()
+            for (width, height), how in ((features.image_size, ""), (seen, " after resizing")):
+                if min(width, height) < 16:  # there is nothing to recognise
+                    return f"no match: image {side} is too small, {width} x {height} pixels{how}"
+        return agreement(self.matches, self.geometry, self.verdict)
 
     def image_lines(self) -> list[str]:
         """A line for each image: path, size, number of keypoints."""
@@ -248,8 +228,10 @@ class Result:
             "points1": self.points1,
             "scores": self.scores,
             "prior_scores": self.matches.prior_scores,
+            "overlay": self.matches.overlay,
             "inliers": geometry.inliers,
             "geometry_kind": np.array(geometry.kind),
+            "geometry_status": np.array(geometry.status),
             "alternatives": np.array(geometry.alternatives).reshape(-1, 4, 4),
             "size0": np.array(self.features0.image_size),
             "size1": np.array(self.features1.image_size),
@@ -340,8 +322,8 @@ class Result:
 
     def drawing(self) -> dict[str, Any]:
         """What `matcher.viz.drawings.draw_matches` shows of this result, as its arguments."""
-        planes, verdict = self.geometry.planes, self.verdict
-        repetitive = planes is None and verdict is not None and verdict.repetitive
+        planes = self.geometry.planes
+        repetitive = planes is None and self.geometry.repetitive
         return {
             "scores": self.scores,
             "inliers": None if self.geometry.status == "not_estimated" else self.inliers,
@@ -350,6 +332,7 @@ class Result:
             "keypoints0": to_numpy(self.features0.keypoints),
             "keypoints1": to_numpy(self.features1.keypoints),
             "answers": self.answers(),
+            "overlay": self.matches.overlay,
         }
 
     def answers(self) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -365,3 +348,29 @@ class Result:
 def _upright(points: np.ndarray, features: Features) -> np.ndarray:
     orientation = int(features.exif_orientation)
     return stored_to_upright(points, features.image_size, orientation).astype(np.float32)
+
+
+def agreement(matches: Matches, geometry: TwoViewGeometry, verdict: Verdict | None) -> str:
+    """What the matches of a pair agree on, in one sentence; nothing without a geometry."""
+    kind, status, rejected = geometry.kind, geometry.status, geometry.rejected
+    model = "homography" if kind.startswith("homograph") else f"{kind} matrix"
+    if not len(matches):
+        return "no match: the images share nothing that was recognised"
+    if status == "mirrored":
+        return f"mirrored: neighbouring matches lie the other way round in image 1: {MIRRORED}"
+    inliers = int(geometry.inliers.sum())
+    if geometry.verified and status != "ok":
+        found = f"{inliers} are inliers of one homography (planar)"
+        return f"{found}: {status}, {_PLANAR[status]}{geometry.likelier}"
+    if status in _REASONS and (verdict is None or not (rejected and rejected.inliers.any())):
+        return f"no match: the matches fit no {model} ({_REASONS[status]})"
+    if status in _REASONS:
+        agree = f"{int(rejected.inliers.sum())} agree on one {model}"
+        told = f"no match: {agree}, as matches of different places may"
+        return told if verdict.word == "not" else f"{agree}, which is too uncertain to be used"
+    if status == "not_estimated":
+        return ""
+    matrices = geometry.matrices
+    models = f"one {model}" if matrices is None or len(matrices) == 1 else f"{len(matrices)} homographies"
+    planar = f", most of them on one plane (planar{geometry.likelier})" * geometry.planar
+    return f"{inliers} {'is an inlier' if inliers == 1 else 'are inliers'} of {models}{planar}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -534,7 +534,8 @@ class Matches:
     kept1: int = 0
     refinement: MatchRefinement | None = None  # None where the images were not looked at again
     prior: np.ndarray | None = None  # (K,) float32, see `prior_scores`; None: they are `scores`
-    overlay: int = 0  # matches left out, since they are of a stamp, logo or frame that both pictures have
+    # (L, 2, 2) float32 points of image 0 and 1 of matches left out: of a stamp, logo or frame on both
+    overlay: np.ndarray = field(default_factory=lambda: np.zeros((0, 2, 2), np.float32))
 
     def __post_init__(self) -> None:
         given = {name: getattr(self, name) for name in ("indices", "points0", "points1", "scores")}
@@ -684,6 +685,23 @@ class TwoViewGeometry:
         return self.homography is not None
 
     @property
+    def repetitive(self) -> bool:
+        """Whether most that agrees is of things that occur several times."""
+        repeated = (self.rejected or self).repetition
+        return repeated is not None and repeated.repetitive
+
+    @property
+    def described(self) -> str:
+        """The status, "planar" and "repetitive" where that holds, as tables show them."""
+        return self.status + ", planar" * self.planar + ", repetitive" * self.repetitive
+
+    @property
+    def likelier(self) -> str:
+        """How much likelier the first of `alternatives` is, to be added to a sentence; else empty."""
+        likelier = f", the first pose e^{self.evidence or 0:.1f} times as likely as the second"
+        return likelier * (self.evidence is not None)
+
+    @property
     def verified(self) -> bool:
         """Whether the inliers are right, even if they do not fix the model, as those on a plane may not."""
         return self.status == "ok" or (self.status in ("ambiguous", "degenerate") and self.planar)
@@ -705,8 +723,7 @@ class TwoViewGeometry:
 
     def __repr__(self) -> str:
         count = int(np.count_nonzero(self.inliers))
-        plane = ", planar" if self.planar else ""
-        return f"TwoViewGeometry({self.kind}: {self.status}{plane}, {count} of {len(self.inliers)} inliers)"
+        return f"TwoViewGeometry({self.kind}: {self.described}, {count} of {len(self.inliers)} inliers)"
 
     def to_dict(self) -> dict[str, Any]:
         """Kind, status, number of inliers and models as plain values, ready for `json.dumps`."""

@@ -294,7 +294,7 @@ def test_status_looks_for_damage_and_measures_tracks(folder, tmp_path, capfd):
     assert len(opened(run_dir).tracks(min_length=4)) == (tracks.lengths == 4).sum()
     out, err = capfd.readouterr()
     assert "nothing is damaged; pairs that show one place: 6 likely, 0 unsure, 0 unlikely\n" in out
-    assert "on one plane: 0 ok, 0 ambiguous, 6 degenerate" in out  # which is all that there is
+    assert "geometries of pairs: 6 degenerate, planar\n" in out  # which is all that there is
     assert f"tracks: {len(tracks)}" in out and "another run" in err
     with Writer(run_dir) as writer, writer.transaction():
         writer.put_descriptors(1, b"another record")

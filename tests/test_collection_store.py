@@ -38,17 +38,17 @@ def test_a_pair_survives_its_bytes(rng, count0, refined, matches):
     points1 = rng.uniform(0, 6000, (300, 2)).astype(np.float32)
     wanted = pair(rng, "a", "b", points0, points1, matches)
     moved = wanted.matches.points1 + refined * (rng.random((matches, 1)) < 0.5).astype(np.float32)
-    wanted = replace(wanted, matches=replace(wanted.matches, points1=moved))
+    wanted = replace(wanted, matches=replace(wanted.matches, points1=moved, overlay=points0[None, :2]))
     pose = np.vstack([rng.normal(size=(3, 4)), [0, 0, 0, 1]])
-    repeated = Repetition(0.25, 0.5, 0.75)
-    geometry = replace(wanted.geometry, kind="essential", cam1_from_cam0=pose, repetition=repeated)
+    known = {"cam1_from_cam0": pose, "repetition": Repetition(0.25, 0.5, 0.75), "evidence": 1.5}
+    geometry = replace(wanted.geometry, kind="essential", **known)
     data = encode_pair(wanted.matches, geometry, points0, points1)
     assert refined or len(data) < 3000
     found, read = decode_pair(data, points0, points1)
-    for name in ("indices", "points0", "points1", "layers_run", "kept0", "kept1"):
+    for name in ("indices", "points0", "points1", "layers_run", "kept0", "kept1", "overlay"):
         assert np.array_equal(getattr(found, name), getattr(wanted.matches, name)), name
     assert np.allclose(found.scores, wanted.matches.scores, atol=0.5001 / 65535)
-    for name in ("inliers", "matrix", "cam1_from_cam0", "status", "repetition"):
+    for name in ("inliers", "matrix", "cam1_from_cam0", "status", "repetition", "evidence"):
         assert np.array_equal(getattr(read, name), getattr(geometry, name)), name
     with pytest.raises(IntegrityError):
         decode_pair(data[:-1], points0, points1)

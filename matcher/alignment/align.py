@@ -20,9 +20,8 @@ from matcher.images import read_once, to_8_bits, white
 from matcher.loading import open_pipeline, with_estimation
 from matcher.pipeline import ImageInput, Mask, Pipeline
 from matcher.presets import DEFAULT_PRESET, LoadOptions
-from matcher.result import Result
+from matcher.result import Result, agreement
 from matcher.verify.estimation import RobustEstimator
-from matcher.verify.verdict import MIRRORED
 from matcher.viz.overlays import blend, checkerboard, difference, lay_over
 
 # What alignment, templates and panoramas share.
@@ -241,17 +240,9 @@ class Alignment:
         return "\n".join([*lines, *self.cautions])
 
     def _reason(self) -> str:
-        if not len(self.result.matches):
-            return "the images share nothing that was recognised"
-        count, total = int(self.inliers.sum()), len(self.inliers)
-        if self.status == "mirrored":
-            return f"the matches lie the other way round: {MIRRORED}"
-        if self.status == "low_inliers" and self.agreeing >= SCENE_WITH_DEPTH:
-            repetitive = self.result.verdict is not None and self.result.verdict.repetitive
-            why = "most are of things that occur several times" if repetitive else "these are too few"
-            return f"{count} of {total} matches agree on one {self._what}, but {why}"
-        known = {"too_few": "too few matches for", "low_inliers": f"only {count} of {total} matches agree on"}
-        return f"{known.get(self.status, 'the matches do not determine')} one {self._what}"
+        """Why the images are not aligned."""
+        said = agreement(self.result.matches, self.result.geometry, self.result.verdict)
+        return said.removeprefix("no match: ").replace("homography", self._what)
 
     @property
     def _what(self) -> str:

@@ -176,8 +176,7 @@ def explain(
     pipeline = matcher.load(**{"further_passes": False, **given})
     how = dict(mask0=mask0, mask1=mask1, overwrite=overwrite, **cameras)
     result = write_report(pipeline, image0, image1, output, None if x is None else (x, y), **how)
-    matches, inliers = len(result.matches), int(result.geometry.inliers.sum())
-    show(f"{counted(matches, 'match', 'matches')}, {counted(inliers, 'inlier')}; wrote {output}")
+    show(f"{result.heading()}; wrote {output}")
 
 
 def align(

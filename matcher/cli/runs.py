@@ -192,7 +192,7 @@ def status(run: Path, /, check: bool = False, tracks: bool = False) -> int:
     """Print the progress of a run and what failed, also while it is running.
 
     Args:
-        check: Read all stored data, check it for damage, and count the pairs of one place and of one plane.
+        check: Read all stored data, check it for damage, and count the pairs by verdict and by geometry.
         tracks: Build tracks from the verified matches and print their statistics.
     """
     from matcher.collection.store import Store, gone
@@ -236,14 +236,12 @@ def status(run: Path, /, check: bool = False, tracks: bool = False) -> int:
             if faults := store.check():
                 raise IntegrityError(f"{run} is damaged: {'; '.join(faults[:_LISTED])}")
             sizes = {image.name: image.size for image in store.images()}
-            pairs = ((pair.probability(sizes), pair.geometry) for pair in store.pairs())
-            found = [(likely, geometry.planar * geometry.status) for likely, geometry in pairs]
+            found = [(pair.probability(sizes), pair.geometry.described) for pair in store.pairs()]
             words = Counter(Verdict(likely).word for likely, _ in found if likely is not None)
-            planes = Counter(status for _, status in found)
             likely = f"{words['same']} likely, {words['unsure']} unsure, {words['not']} unlikely"
-            planar = f"{planes['ok']} ok, {planes['ambiguous']} ambiguous, {planes['degenerate']} degenerate"
             show("nothing is damaged" + f"; pairs that show one place: {likely}" * bool(words))
-            show(f"pairs with most inliers on one plane: {planar}")
+            kinds = Counter(kind for _, kind in found).most_common()
+            show(f"geometries of pairs: {'; '.join(f'{count} {kind}' for kind, count in kinds) or 'none'}")
     return PARTIAL if counts.images_failed or counts.pairs_failed else 0
 
 

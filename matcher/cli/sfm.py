@@ -396,6 +396,7 @@ def localize(
                     continue
                 x, y, z = pose.centre
                 seen = f"{pose.num_inliers} of {len(pose.inliers)} matches with {len(pose.images)} images"
+                seen = seen if pose.num_inliers else f"as its rig says alone, {seen}"
                 show(f"{name}: at {x:.3f} {y:.3f} {z:.3f}, {seen}, {pose.seconds['total']:.2f} s")
         except BaseException:  # such as an interrupt, or a full disk for a drawing: keep the poses so far
             if output is not None and found:

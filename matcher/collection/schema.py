@@ -266,7 +266,8 @@ def encode_pair(
     models = {"matrix": geometry.matrix, "pose": geometry.cam1_from_cam0, "homography": geometry.homography}
     models["repetition"] = geometry.repetition
     models["alternatives"] = np.array(geometry.alternatives) if geometry.alternatives else None
-    moved = {}
+    models["evidence"] = geometry.evidence
+    moved = {"overlay": matches.overlay} if len(matches.overlay) else {}
     for side, keypoints in enumerate((keypoints0, keypoints1)):
         points = np.asarray((matches.points0, matches.points1)[side], dtype=np.float32)
         if not np.array_equal(points, keypoints[indices[:, side]]):
@@ -288,9 +289,11 @@ def decode_pair(
     with decoding(what):
         arrays = load(unsealed(data, what))
         count, others = len(arrays["indices"]), arrays.get("alternatives", np.zeros((0, 4, 4)))
+        overlay = arrays.get("overlay", np.zeros((0, 2, 2), np.float32))
         matched = {"indices": (count, 2), "scores": (count,), "inliers": (-(-count // 8),), "facts": (5,)}
         models = {"matrix": (3, 3), "pose": (4, 4), "homography": (3, 3), "alternatives": (len(others), 4, 4)}
         models["repetition"] = (3,) if np.shape(arrays.get("repetition")) == (3,) else (4,)  # 3 in older runs
+        models |= {"evidence": (1,), "overlay": (len(overlay), 2, 2)}
         _check_arrays(arrays, **matched, **models, points0=(count, 2), points1=(count, 2))
         kind, status, *numbers = (int(number) for number in arrays["facts"])
         if min(kind, status, *numbers) < 0:
@@ -306,13 +309,14 @@ def decode_pair(
             arrays.get("pose"),
             homography=arrays.get("homography"),
             alternatives=tuple(others),
+            evidence=arrays["evidence"].item() if "evidence" in arrays else None,
             repetition=Repetition(*arrays["repetition"].tolist()) if "repetition" in arrays else None,
         )
         posed = geometry.kind != "essential" or geometry.cam1_from_cam0 is not None
         if geometry.status == "ok" and (geometry.matrix is None or not posed):
             raise ValueError("a geometry has no matrix")
         scores = arrays["scores"].astype(np.float32) / np.float32(SCORE_STEPS)
-        return Matches(indices, *points, scores, *numbers), geometry
+        return Matches(indices, *points, scores, *numbers, overlay=overlay), geometry
 
 
 # The tables by file: columns, and what holds of every row. SQLite enforces it when we write, and we look for

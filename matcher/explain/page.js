@@ -3,8 +3,8 @@ const { context, assignment, policy, match_probability } = data.configuration ? 
 const gap = 12, [left, right] = data.images, L = data.layers.length, H = context && context.heads, K = data.strongest;
 // What the first of a point's reasons is: predicted by heads of its own, or the dustbin's logit.
 const PARTNER = match_probability ? "predicted probability of a partner" : "matchability";
-const BLUE = "#56b4e9", RED = "#d55e00", GREEN = "#009e73", ORANGE = "#e69f00", WHITE = "#ffffff", BLACK = "#000000";
-const COLOURS = [BLUE, RED, "#f0e442", "#cc79a7", GREEN, ORANGE, "#0072b2", WHITE];
+const BLUE = "#56b4e9", RED = "#d55e00", GREEN = "#009e73", ORANGE = "#e69f00", PINK = "#cc79a7", WHITE = "#ffffff", BLACK = "#000000";
+const COLOURS = [BLUE, RED, "#f0e442", PINK, GREEN, ORANGE, "#0072b2", WHITE];
 const CROWD = 2048; // points of an image beyond which dots are smaller, so that they never cover it
 const NONE = data.wide ? 0xffffffff : 0xffff;
 view.width = base.width = left.size[0] + gap + right.size[0];
@@ -79,7 +79,7 @@ const line = (ink, from, to, colour, width, dash = []) => {
   ink.setLineDash([]);
 };
 const visible = match => match[2] * 100 >= +least.input.value && (match[3] || !inner.input.checked);
-const GROUPS = ["#f0e442", "#cc79a7", GREEN, "#0072b2"]; // none that is like an outlier's
+const GROUPS = ["#f0e442", PINK, GREEN, "#0072b2"]; // none that is like an outlier's
 const alike = match => match[3] && match[4] >= 0 && GROUPS[match[4] % 4]; // of inliers on a group of like things
 const fateColour = fate => fate === 0 ? BLUE : fate < 0 ? RED : WHITE;
 
@@ -109,6 +109,9 @@ function paint() {
       dot(ink, at(side, point), 2.6 * unit, BLACK);
       dot(ink, at(side, point), 1.8 * unit, fateColour(fate));
     });
+  });
+  data.images.forEach((image, side) => {
+    for (const [x, y] of image.overlay) dot(ink, [x + offset[side], y], 2, PINK);
   });
   if (uncertain.input.checked) data.images.forEach((image, side) => {
     for (const [point, ...shape] of image.ellipses)

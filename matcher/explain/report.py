@@ -18,14 +18,14 @@ import numpy as np
 from matcher.config import NetworkConfig
 from matcher.errors import UsageError, counted
 from matcher.files import check_output, write_output
-from matcher.geometry import resize_points, stored_to_upright
+from matcher.geometry import resize_points
 from matcher.images import read_once
 from matcher.match.adaptivity import confidence_threshold
 from matcher.pipeline import ImageInput, Pipeline
-from matcher.result import Result
+from matcher.result import Result, agreement
 from matcher.types import MATCHED, UNMATCHED, Features, Image, Matches, TwoViewGeometry
 from matcher.verify.repetition import repeated_groups
-from matcher.verify.verdict import MIRRORED, verdict_of
+from matcher.verify.verdict import verdict_of
 
 if TYPE_CHECKING:
     from matcher.explain.explain import Attention, Explanation
@@ -91,8 +91,7 @@ def pair_data(
 
         drawn = jpeg(figure_pixels(draw_answers(answers)))
     geometry, groups = geometry.without_rejected(), np.full(len(matches), -1)
-    repeated = (geometry.rejected or geometry).repetition
-    if features0 is not None and repeated is not None and repeated.repetitive:
+    if features0 is not None and geometry.repetitive:
         groups = repeated_groups(features0)[matches.indices[:, 0]]
     inliers = geometry.inliers | (geometry.status == "not_estimated")
     rows = (matches.indices, matches.scores, inliers, groups)
@@ -103,7 +102,9 @@ def pair_data(
         ratio = min(1.0, 1024 / max(height, width))
         shape = (max(1, round(width * ratio)), max(1, round(height * ratio)))
         factor, ellipses = (shape[0] / width, shape[1] / height), []
-        upright = resize_points(stored_to_upright(found, image.size, image.orientation), image.scale)
+        shown = {"points": found, "overlay": matches.overlay[:, len(sides)]}
+        for name, points in shown.items():
+            shown[name] = np.round(resize_points(image.from_stored(points), factor), 1).tolist()
         fates = np.full(len(found), UNMATCHED)
         fates[matched] = MATCHED
         if each is not None:  # which, both radii, enlarged, and angle in radians
@@ -118,12 +119,11 @@ def pair_data(
             "name": str(image.path),
             "size": shape,
             "jpeg": jpeg(cv2.resize(image.pixels, shape, interpolation=cv2.INTER_AREA)),
-            "points": np.round(resize_points(upright, factor).astype(float), 1).tolist(),
+            **shown,
             "fates": fates.tolist(),
             "ellipses": ellipses,
         }
         sides.append(side | {"asked": [], "traced": []})
-    planar = ", planar" * geometry.planar
     return {
         "chosen": None,
         "said": said(matches, geometry, [image.size for image in images]),
@@ -132,26 +132,17 @@ def pair_data(
         "matches": [[i, j, round(score, 4), *more] for (i, j), score, *more in pairs],
         "answers": drawn,
         "layers": [],
-        "origin": [*origin, ("geometry", f"{geometry.kind}: {geometry.status}{planar}")],
+        "origin": [*origin, ("geometry", f"{geometry.kind}: {geometry.described}")],
     }
 
 
 def said(matches: Matches, geometry: TwoViewGeometry, sizes: Sequence[tuple[int, int]]) -> str:
-    """What was found, in a sentence or two for anybody."""
-    text = counted(len(matches), "match", "matches")
+    """What was found, in a sentence or two."""
     verdict = verdict_of(matches, geometry.rejected or geometry, *sizes)
-    inliers = int(geometry.inliers.sum())
-    if geometry.status in ("ambiguous", "degenerate") and geometry.verified:
-        poses = len(geometry.alternatives)
-        follows = f"{poses} poses fit" if poses else "no pose follows"
-        text += f", {inliers} of them on one plane ({geometry.status}: {follows})"
-    elif geometry.status == "mirrored":
-        text += f", but the other way round: {MIRRORED}"
-    elif geometry.status != "not_estimated" and len(matches):
-        place = "as one scene seen from two places would have it"
-        how = "but not" if verdict is None or verdict.word == "not" else "too few of them"
-        text += f", {f'{inliers} of them' if geometry.verified else how} {place}"
-    return f"{text}." if verdict is None else f"{text}: {verdict}."
+    count = counted(len(matches), "match", "matches")
+    count += f" without {len(matches.overlay)} of an overlay on both" * bool(len(matches.overlay))
+    found = agreement(matches, geometry, verdict).removeprefix("no match: ")
+    return f"{'; '.join(filter(None, (count, found, verdict and str(verdict))))}."
 
 
 def add_reasons(data: dict[str, Any], explanation: Explanation, config: NetworkConfig) -> None:

@@ -106,9 +106,9 @@ def write_run_report(
             "overlays": [_shown_overlay(overlay, images) for overlay in store.overlays],
             "graph": _graph([row for row in rows[::-1] if row.verified][:4000], degree, images),
             "weakest": [
-                [*names, r.matches, r.inliers, status, r.probability, round(r.seconds, 3), links.get(names)]
+                [*names, r.matches, r.inliers, r.words, r.probability, round(r.seconds, 3), links.get(names)]
                 for r in rows[: max(_ROWS, len(links) + len(left_out))]
-                for names, status in [((r.name0, r.name1), r.status + ", planar" * r.planar)]
+                for names in [(r.name0, r.name1)]
             ],
             "alone": [[image.name, image.count, tried[image.name], degree[image.name]] for image in done],
             "failures": {
@@ -133,7 +133,7 @@ class PairRow(NamedTuple):
     status: str
     seconds: float
     probability: float | None  # of the same place
-    planar: bool  # whether most inliers lie on one plane
+    words: str  # the status, and what else is said of the geometry
 
     @classmethod
     def of(cls, pair: StoredPair, sizes: Mapping[str, tuple[int, int]]) -> PairRow:
@@ -142,7 +142,7 @@ class PairRow(NamedTuple):
         free = status == "not_estimated"
         verified = matches > 0 if free else pair.geometry.verified
         row = verified, matches if free else inliers, matches, pair.name0, pair.name1, status, pair.seconds
-        return cls(*row, pair.probability(sizes), pair.geometry.planar)
+        return cls(*row, pair.probability(sizes), pair.geometry.described)
 
 
 def _write_pairs(

@@ -138,14 +138,15 @@ def write_npz(run: ExportedRun, part: Path, _: None) -> None:
 
 def write_csv(run: ExportedRun, part: Path, _: None) -> None:
     """A line for each matched pair, also one that others contradict; `probability` is of the same place,
-    `planar` 1 or 0."""
+    `planar` and `repetitive` are 1 or 0."""
     with part.open("w", encoding="utf-8", newline="") as file:
         lines = csv.writer(file, lineterminator="\n")
-        lines.writerow(("name0", "name1", "matches", "inliers", "status", "probability", "planar"))
+        names = ("name0", "name1", "matches", "inliers", "status", "probability", "planar", "repetitive")
+        lines.writerow(names)
         for pair in run.pairs(every=True):
             counts = len(pair.matches), pair.geometry.inliers.sum(), pair.geometry.status
-            likely, planar = pair.probability(run.sizes), int(pair.geometry.planar)
-            lines.writerow((pair.name0, pair.name1, *counts, likely, planar))
+            words = int(pair.geometry.planar), int(pair.geometry.repetitive)
+            lines.writerow((pair.name0, pair.name1, *counts, pair.probability(run.sizes), *words))
 
 
 # The HDF5 files of hloc (Sarlin et al. 2019): features.h5, matches.h5 and pairs.txt. Pixels as ours: the

@@ -308,10 +308,10 @@ class Map(AbstractContextManager):
     def poses_of(self, queries: list[Query], cam_from_rig: object = None) -> list[Pose]:
         """The pose of a photo, or of R pictures at relative poses (R, 4, 4); one status for all."""
         if cam_from_rig is not None:
-            fixed = np.asarray(cam_from_rig, dtype=np.float64)
-            if fixed.shape != (len(queries), 4, 4) or (fixed[:, 3] != [0, 0, 0, 1]).any():
-                raise UsageError(f"cam_from_rig must be a pose (4, 4) of each of {len(queries)} pictures")
             try:
+                fixed = np.asarray(cam_from_rig, dtype=np.float64)
+                if fixed.shape != (len(queries), 4, 4) or (fixed[:, 3] != [0, 0, 0, 1]).any():
+                    raise ValueError(f"it must be a pose (4, 4) of each of {len(queries)} pictures")
                 check_poses(fixed)
             except ValueError as error:
                 raise UsageError(f"cam_from_rig: {error}") from error

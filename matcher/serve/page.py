@@ -81,10 +81,9 @@ def _load(*, max_error: float | None = None, **options: Any) -> Pipeline:
 
 def geometry_rows(result: Result) -> list[list[Any]]:
     """What and value, for a table: status, inliers and the matrix row by row."""
-    geometry = result.geometry
-    status = geometry.status + ", planar" * geometry.planar
-    rows: list[list[Any]] = [["geometry", geometry.kind], ["status", status]]
-    rows.append(["inliers", int(geometry.inliers.sum())])
+    geometry, inliers = result.geometry, int(result.geometry.inliers.sum())
+    status = geometry.described + geometry.likelier
+    rows: list[list[Any]] = [["geometry", geometry.kind], ["status", status], ["inliers", inliers]]
     for number, line in enumerate([] if geometry.matrix is None else geometry.matrix, 1):
         rows.append([f"matrix, row {number}", "  ".join(f"{value:.6g}" for value in line)])
     for place, pose in enumerate(geometry.alternatives if geometry.status == "ambiguous" else ()):

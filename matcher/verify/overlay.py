@@ -88,11 +88,12 @@ def on_overlay(features0: Features, features1: Features, matches: Matches) -> np
 
 
 def without_overlay(features0: Features, features1: Features, matches: Matches) -> Matches:
-    """The matches that are not `on_overlay`; `overlay` counts those left out."""
+    """The matches that are not `on_overlay`; `overlay` has those left out."""
     left_out = on_overlay(features0, features1, matches)
     if not left_out.any():
         return matches
-    return replace(matches.select(~left_out), overlay=matches.overlay + int(np.count_nonzero(left_out)))
+    points = np.stack([matches.points0, matches.points1], axis=1)[left_out]
+    return replace(matches.select(~left_out), overlay=np.concatenate([matches.overlay, points]))
 
 
 @dataclass(frozen=True, eq=False)

@@ -61,7 +61,7 @@ def repetition(
         sides.append((features, keypoints, index, around))
     known = features0.kind == features1.kind and features0.kind in _LIKENESS
     # Keypoints of an overlay are around, too, but do not move with the inliers.
-    differing = _differing(pair, inlying) if known and not matches.overlay else 0.0
+    differing = _differing(pair, inlying) if known and not len(matches.overlay) else 0.0
     if own.all():  # of several passes the closer look takes no time that matters
         glance = [unrepeated(*side[:2], side[2][:: -(-len(side[2]) // _GLANCE)]).mean() for side in sides]
         if min(glance) > _SCARCELY:

@@ -83,10 +83,9 @@ def verdict_of(
     """The verdict on a pair whose images have these stored (width, height); None without an estimate."""
     if geometry.status == "not_estimated":
         return None
-    repetitive, sure = geometry.repetition is not None and geometry.repetition.repetitive, surest(geometry)
-    found = probability(regressors(matches, geometry, size0, size1))
+    found, sure = probability(regressors(matches, geometry, size0, size1)), surest(geometry)
     found = min(found, EVEN if geometry.status == "mirrored" else sure)
-    return Verdict(found, repetitive, found == sure < SAME)
+    return Verdict(found, geometry.repetitive, found == sure < SAME)
 
 
 def surest(geometry: TwoViewGeometry) -> float:

@@ -187,6 +187,7 @@ def draw_matches(
     title: str | None = None,
     max_lines: int = 200,
     answers: Sequence[tuple[np.ndarray, np.ndarray]] = (),
+    overlay: np.ndarray | None = None,
 ) -> Figure:
     """Two images, upright, with lines between their matched points, (K, 2) stored pixels.
 
@@ -200,6 +201,7 @@ def draw_matches(
             ellipses of one sigma, enlarged twenty times.
         title, max_lines: the line above; how many inliers, and a quarter of it outliers, spread out.
         answers: poses and points, drawn below side by side as in `draw_answers`.
+        overlay: (L, 2, 2) points of both images that are left out as those of an overlay, as crosses.
 
     Raises:
         UsageError: arrays whose shapes do not fit, or images that cannot be used.
@@ -280,6 +282,10 @@ def draw_matches(
         rings = points1[:, None] + np.stack([np.cos(angle), np.sin(angle)], 1) @ radii.swapaxes(1, 2)
         outlines = placed[1].points(rings.reshape(-1, 2)).reshape(rings.shape)
         axes.add_collection(LineCollection(list(outlines), colors=[YELLOW], linewidths=0.6, alpha=0.8))
+    if overlay is not None and len(overlay):
+        crosses = np.concatenate([side.points(overlay[:, end]) for end, side in enumerate(placed)])
+        axes.scatter(*crosses.T, s=12.0, marker="x", color=PINK, linewidths=0.8)
+        texts.append((f"overlay, left out: {len(overlay)}", PINK))
     if (drawn := len(lines_in) + len(lines_out)) < count:
         texts.append((f"lines drawn: {drawn} of {count}", "none"))
     ends = ("confidence 0", "1") if colour_by == "confidence" else ("error 0", "5 px or more")
