@@ -80,7 +80,8 @@ const line = (ink, from, to, colour, width, dash = []) => {
 };
 const visible = match => match[2] * 100 >= +least.input.value && (match[3] || !inner.input.checked);
 const GROUPS = ["#f0e442", PINK, GREEN, "#0072b2"]; // none that is like an outlier's
-const alike = match => match[3] && match[4] >= 0 && GROUPS[match[4] % 4]; // of inliers on a group of like things
+const refused = !data.matches.some(match => match[3]); // then those of other instances show
+const alike = match => (match[3] || refused) && match[4] >= 0 && GROUPS[match[4] % 4]; // of a group of like things
 const fateColour = fate => fate === 0 ? BLUE : fate < 0 ? RED : WHITE;
 
 // What does not depend on the chosen point: images, lines, keypoints.

@@ -125,7 +125,7 @@ if (L) {
   if (data.marginal.length) { plot("sinkhorn", "Sinkhorn's marginal error", aside); paintErrors(); }
 }
 byId("legend").textContent = "Dots: blue matched, orange kept but unmatched, white pruned. All lines: blue " +
-  "inliers, orange outliers" + (data.matches.some(alike) ? ", other colours inliers on things that look alike, a group each" : "") +
+  "inliers, orange outliers" + (data.matches.some(alike) ? ", other colours matches of things that look alike, a group each" : "") +
   (left.overlay.length ? "; pink dots: of an overlay on both, whose matches are left out" : "") +
   (L ? "; matches of this layer: blue kept, green appeared, orange dashed vanished. For " +
   "the chosen point: white its match, colours what each head attends to (larger dot: larger weight), yellow the " +

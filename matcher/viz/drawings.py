@@ -19,7 +19,7 @@ import PIL.Image
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.collections import LineCollection
-from matplotlib.colors import Colormap, LinearSegmentedColormap, ListedColormap, to_rgb
+from matplotlib.colors import Colormap, LinearSegmentedColormap, ListedColormap, to_rgb, to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patheffects import withStroke
 
@@ -235,7 +235,8 @@ def draw_matches(
         more["repeats"] = ", a colour for what looks alike, white the rest"
         inner = f"inliers{more.get(colour_by, '')}: {int(good.sum())}"
         texts = [(inner, SKY if colour_by == "inliers" else "none")]
-        texts.append((f"outliers, thin: {int((~good).sum())}", VERMILION))
+        refused = colour_by == "repeats" and not good.any()  # of other instances: those that look alike show
+        texts.append((f"outliers, thin: {int((~good).sum())}", "none" if refused else VERMILION))
     if colour_by == "error":
         colours = LinearSegmentedColormap.from_list("error", [SKY, YELLOW, VERMILION])
         shares = np.nan_to_num(column(errors, "errors") / 5, nan=1.0)
@@ -257,6 +258,8 @@ def draw_matches(
             axes.scatter(*dots.T, s=2.0, color="white", alpha=0.35, linewidths=0)
     ends = np.stack([side.points(p) for side, p in zip(placed, (points0, points1), strict=True)], axis=1)
     by_score, colour_of = np.argsort(scores, kind="stable"), colours(np.clip(shares, 0, 1))
+    if not (judged and refused):
+        colour_of[~good] = to_rgba(VERMILION)
     inner, outer = by_score[good[by_score]], by_score[~good[by_score]]  # the most confident lie on top
     lines_in = inner[spread(ends[inner, 0], scores[inner], max_lines)[::-1]]
     lines_out = outer[spread(ends[outer, 0], scores[outer], max_lines // 4)[::-1]]
@@ -264,14 +267,14 @@ def draw_matches(
     thin = min(1.0, 200 / max(200, len(lines_in))) ** 0.7  # thousands stay transparent
     alpha, width = (0.9 - 0.35 * crowd) * thin, 1.3 - 0.4 * crowd
     for chosen, look in (
-        (lines_out, {"colors": [VERMILION], "linewidths": 0.5, "alpha": 0.55}),
+        (lines_out, {"colors": colour_of[lines_out], "linewidths": 0.5, "alpha": 0.55}),
         (lines_in, {"colors": "black", "linewidths": width + 0.8, "alpha": 0.25 * alpha}),
         (lines_in, {"colors": colour_of[lines_in], "linewidths": width, "alpha": alpha}),
     ):
         axes.add_collection(LineCollection(ends[chosen], **look), autolim=False)
-    axes.scatter(*ends[outer].reshape(-1, 2).T, s=3.0, color=VERMILION, alpha=0.8, linewidths=0)
-    shown = np.repeat(colour_of[inner], 2, axis=0)
-    axes.scatter(*ends[inner].reshape(-1, 2).T, s=6.0, color=shown, alpha=0.95, linewidths=0)
+    for rows, size, alpha in ((outer, 3.0, 0.8), (inner, 6.0, 0.95)):
+        shown = np.repeat(colour_of[rows], 2, axis=0)
+        axes.scatter(*ends[rows].reshape(-1, 2).T, s=size, color=shown, alpha=alpha, linewidths=0)
     if covariances is not None:
         covariances = np.asarray(covariances, dtype=np.float64)
         if covariances.shape != (count, 2, 2):
