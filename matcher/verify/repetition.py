@@ -28,7 +28,10 @@ _FEW = 20  # keypoints around inliers, or inliers, of fewer of which nothing fol
 # What is around the inliers and what lies in its place: similarity above chance, divided by that of inliers,
 # that views of one place exceed. Of learned ones some .6, of other things .1 to .3; of others not known.
 _LIKENESS = {"learned": 0.4, "sift": 0.3}
-_LEFT = (0.5, 0.8)  # keypoints around, for each matched one: up to the first they say nothing, then more
+# The more keypoints match, and the more are left around them, the more alike these are in views of one place:
+# for e times as many by the first, and as many as the second, the share that match times the square root of
+# those left for each matched one, is usual. Fitted to training pairs, from one pass.
+_MORE, _USUAL = 0.045, 0.35
 ALONE = (0.3, 0.5)  # share of inliers that do not repeat, from which on others around them count, and wholly
 _PSEUDO = 8.0  # keypoints added to the unrepeated ones that are counted, matched as often as repeated ones
 
@@ -105,9 +108,9 @@ def _differing(features: Sequence[Features], points: Sequence[np.ndarray]) -> fl
 
     Where a keypoint should be in the other image, its nearest inlier and an affine map of all tell. Of images
     turned against each other the descriptors say nothing: there inliers are hardly more similar than chance.
-    Where most is matched, what is left is no sample of the place.
+    Where most is matched, what is left is no sample of the place; where little is, the views are far apart.
     """
-    found, shares = [], []
+    found, left = [], []
     sides = [_Side(*each) for each in zip(features, points, strict=True)]
     for one, other in (sides, sides[::-1]):
         source, target = (each.inliers[:: -(-len(each.inliers) // _SAMPLE)] for each in (one, other))
@@ -125,8 +128,11 @@ def _differing(features: Sequence[Features], points: Sequence[np.ndarray]) -> fl
             continue
         chance = around.elsewhere
         found.append(_LIKENESS[features[0].kind] * (inliers.there - chance) - (around.there - chance))
-        shares.append(around.count / max((near & matched).sum(), 1))
-    return float(np.mean(found) * np.interp(min(shares), _LEFT, (0, 1))) if found else 0.0
+        left.append(around.count / max((near & matched).sum(), 1))
+    if not found:
+        return 0.0
+    many = len(points[0]) / min(len(side.keypoints) for side in sides) * np.sqrt(min(left))
+    return float(np.mean(found) + _MORE * np.log(many / _USUAL))
 
 
 class _Likeness(NamedTuple):

@@ -34,7 +34,8 @@ ACCEPTED: dict[GeometryKind, float] = {
 # Where keypoints that do not repeat are found less often than this share of repeated ones, the things may be
 # others of their kind, and the verdict must not be against it, below even odds.
 SAME_THINGS, EVEN = 0.6, 0.5
-_DOUBTED = (0.025, 0.06)  # `Repetition.differing` above which a verdict is less than sure, then even at most
+_DOUBTED = 0.09  # `Repetition.differing` from which a verdict is unlikely at best; half of it is even odds
+_UNLIKELY = 0.15  # of strange surroundings, or mirrored: seasons change, and photos are scanned from behind
 _CERTAIN = (0.3, 0.4)  # share found of those that do not repeat: less of other things, else often more
 _REVERSED = 0.15  # share of small triangles; accepted right pairs have below .1, nearly all below .05
 _CORNERS = 64  # inliers whose neighbourhoods are looked at, and so many that chance seldom gathers them:
@@ -84,13 +85,14 @@ def verdict_of(
     if geometry.status == "not_estimated":
         return None
     found, sure = probability(regressors(matches, geometry, size0, size1)), surest(geometry)
-    found = min(found, EVEN if geometry.status == "mirrored" else sure)
+    found = min(found, _UNLIKELY if geometry.status == "mirrored" else sure)
     return Verdict(found, geometry.repetitive, found == sure < SAME)
 
 
 def surest(geometry: TwoViewGeometry) -> float:
     """The largest probability of the same place that what is around the inliers allows."""
-    return 1 - (1 - EVEN) * _between(geometry.repetition.differing if geometry.repetition else 0.0, *_DOUBTED)
+    doubt = _between(geometry.repetition.differing if geometry.repetition else 0.0, 0.0, _DOUBTED)
+    return 1 - (1 - _UNLIKELY) * doubt**2 * (3 - 2 * doubt)
 
 
 def probability(values: np.ndarray) -> float:
@@ -114,7 +116,7 @@ def reject_improbable(
         return geometry
     if least is None:
         least = min(ACCEPTED[geometry.kind], _OF_MANY if geometry.inliers.sum() >= _CORNERS else 1.0)
-    if verdict_of(matches, geometry, size0, size1).probability >= least:
+    if probability(regressors(matches, geometry, size0, size1)) >= least:
         return geometry
     return replace(geometry, status="low_inliers")
 
