@@ -26,12 +26,12 @@ _GLANCE = 64  # matches that give a first impression
 _SCARCELY = 0.75  # share of unrepeated ones above which no closer look is needed
 _FEW = 20  # keypoints around inliers, or inliers, of fewer of which nothing follows
 # What is around the inliers and what lies in its place: similarity above chance, divided by that of inliers,
-# that views of one place exceed. Of learned ones some .6, of other things .1 to .3; of others not known.
-_LIKENESS = {"learned": 0.4, "sift": 0.3}
-# The more keypoints match, and the more are left around them, the more alike these are in views of one place:
-# for e times as many by the first, and as many as the second, the share that match times the square root of
-# those left for each matched one, is usual. Fitted to training pairs, from one pass.
-_MORE, _USUAL = 0.045, 0.35
+# that views of one place exceed, and the weight of what is less; others' are not known. The more keypoints
+# match, and the more are left around them, the more alike these are in views of one place: by the third for
+# e times as many. Fitted to training pairs, from one pass.
+_LIKENESS = {"learned": (0.4, 1.0, 0.045), "sift": (0.15, 2.0, 0.0)}
+_LEFT = (0.5, 0.8)  # keypoints around, for each matched one: up to the first they say nothing, then more
+_USUAL = 0.35  # share of keypoints that match, times the square root of those left around each of these
 ALONE = (0.3, 0.5)  # share of inliers that do not repeat, from which on others around them count, and wholly
 _PSEUDO = 8.0  # keypoints added to the unrepeated ones that are counted, matched as often as repeated ones
 
@@ -111,6 +111,7 @@ def _differing(features: Sequence[Features], points: Sequence[np.ndarray]) -> fl
     Where most is matched, what is left is no sample of the place; where little is, the views are far apart.
     """
     found, left = [], []
+    least, weight, more = _LIKENESS[features[0].kind]
     sides = [_Side(*each) for each in zip(features, points, strict=True)]
     for one, other in (sides, sides[::-1]):
         source, target = (each.inliers[:: -(-len(each.inliers) // _SAMPLE)] for each in (one, other))
@@ -127,12 +128,13 @@ def _differing(features: Sequence[Features], points: Sequence[np.ndarray]) -> fl
         if around is None or inliers is None:
             continue
         chance = around.elsewhere
-        found.append(_LIKENESS[features[0].kind] * (inliers.there - chance) - (around.there - chance))
+        found.append(least * (inliers.there - chance) - (around.there - chance))
         left.append(around.count / max((near & matched).sum(), 1))
     if not found:
         return 0.0
     many = len(points[0]) / min(len(side.keypoints) for side in sides) * np.sqrt(min(left))
-    return float(np.mean(found) + _MORE * np.log(many / _USUAL))
+    differing = weight * np.mean(found) + more * np.log(many / _USUAL)
+    return float(differing * np.interp(min(left), _LEFT, (0, 1)))
 
 
 class _Likeness(NamedTuple):
