@@ -155,7 +155,7 @@ def test_rooms_with_equal_furniture_are_parted_by_what_is_around_it(rng, keypoin
     between = {(a, b) for a in "abc" for b in "def"}
     given = {ends: edge._replace(differing=0.07 * (ends in between)) for ends, edge in edges(rng).items()}
     assert contradicted(given, keypoints) == sorted(between)
-    given["a", "b"] = given["a", "b"]._replace(differing=0.07)
+    given["a", "b"] = given["a", "b"]._replace(differing=0.05)
     assert contradicted(given, keypoints) == []
     assert contradicted({("a", "b"): given["a", "b"]}, keypoints) == []
 
