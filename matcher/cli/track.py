@@ -294,7 +294,7 @@ def _finish(
         errors = ", ".join(
             f"{100 * e.translation:.2f} % and {e.rotation:.4f} °/m over {e.length:.0f} m" for e in segments
         )
-        title = f"{facts['preset']}, {len(log)} frames" + (f": {errors}" if errors else "")
+        title = f"{facts['preset']}, {len(rows)} of {len(log)} frames" + (f": {errors}" if errors else "")
         plot_trajectory(plot, found, true, keyframes=marked, breaks=lost, unit=unit, title=title)
     if asked["json_"]:
         show(json.dumps(facts, allow_nan=False), always=True)
