@@ -250,4 +250,4 @@ def outcome(pair: protocols.Pair, result: Result) -> dict[str, float]:
         word = "right" if right else "wrong"
     found = {name: float(name == word) for name in OUTCOMES}
     found |= {"sure": float(word == "wrong" and said >= SAME), "same": float(said >= SAME)}
-    return found | {"verdict": said, "brier": (said - same) ** 2}
+    return found | {"verdict": said, "brier": (said - same) ** 2, "truth": float(same)}

@@ -495,6 +495,8 @@ def reliability_object(evaluation: Evaluation) -> dict[str, Any]:
         measured = reliability(scores, errors < CORRECT)
         row = {"name": name, "matches": len(scores), "expected_calibration_error": plain(measured.error)}
         row |= {key: list(map(plain, getattr(measured, key))) for key in ("confidence", "accuracy")}
+        told = [(r.metrics["verdict"][0], r.metrics["truth"][0]) for r in records if "truth" in r.metrics]
+        row["verdict_error"] = plain(reliability(*np.array(told).T).error) if told else None
         rows.append(row | {"count": measured.count.tolist(), "verdicts": verdict_counts(records)})
     pairs, skipped = len(evaluation.groups), list(evaluation.skipped)
     found = {"set": evaluation.set.name, "pairs": pairs, "correct_px": CORRECT, "rows": rows}
@@ -506,14 +508,18 @@ def reliability_markdown(found: dict[str, Any]) -> str:
     rows = []
     for row in found["rows"]:
         shares = ["–" if value is None else f"{value:.2f}" for value in row["accuracy"]]
-        error = row["expected_calibration_error"]
-        cells = [row["name"], str(row["matches"]), "–" if error is None else f"{error:.3f}"]
-        rows.append([*cells, *shares, *map(str, row["verdicts"].values())])
+        error, wrong = (
+            "–" if row[key] is None else f"{row[key]:.3f}"
+            for key in ("expected_calibration_error", "verdict_error")
+        )
+        cells = [row["name"], str(row["matches"]), error, *shares]
+        rows.append([*cells, *map(str, row["verdicts"].values()), wrong])
     text = (
         f"{found['pairs']} pairs, and the share of matches within {found['correct_px']:g} px for each bin of "
-        "probability; the expected calibration error is the mean distance of both. Verdicts count pairs."
+        "probability; the expected calibration error is the mean distance of both. Verdicts count pairs; "
+        "their error is that of the probability of the same place, of sets that tell."
     )
     edges = [f"{i / BINS:.1f}-{(i + 1) / BINS:.1f}" for i in range(BINS)]
-    titles = ["", "matches", "expected calibration error", *edges, "same", "unsure", "not"]
+    titles = ["", "matches", "expected calibration error", *edges, "same", "unsure", "not", "verdict error"]
     skipped = [f"- skipped, {n} times: {why}" for why, n in Counter(found.get("skipped", ())).items()]
     return "\n".join([f"## {found['set']}: calibration", "", text, *skipped, "", *table(titles, rows)]) + "\n"
