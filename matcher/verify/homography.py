@@ -216,6 +216,7 @@ _SAMPLES = 256  # inliers among which a plane is looked for
 # Of matches off the plane that may be right, of which the likeliest counts.
 _SHARES = (0.01, 0.03, 0.1, 0.3, 1.0)
 _CELL = 32.0  # pixels of the resized image, in which matches may be wrong together
+_BESIDE = 3.0  # pixels from a line along which matches may be wrong together
 _PAIRS = 24  # matches off the plane, any two of which give an epipole
 
 
@@ -239,7 +240,8 @@ def dominant_plane(matched: MatchedPoints, inliers: np.ndarray, threshold: float
 class Parallax:
     """How far matches lie from a plane."""
 
-    distance: np.ndarray  # (N,) from the place by the homography, pixels; infinite behind its horizon
+    moved: np.ndarray  # (N, 2) from the place by the homography, pixels; infinite behind its horizon
+    distance: np.ndarray  # (N,) its length
     noise: float  # 90th percentile of Sampson's distances of the inliers, pixels
     off: np.ndarray  # (N,) bool: matches off the plane
 
@@ -252,13 +254,13 @@ class Parallax:
         """
         distance, variances = transfer_error(*matched.sides, homography), matched.variances
         noise = max(float(np.percentile(residuals, 90)), 0.03)
-        dx, dy = (warp_points(matched.points0, homography) - matched.points1).T
+        dx, dy = (moved := matched.points1 - warp_points(matched.points0, homography)).T
         xx, yy = variances.xx + variances.image0, variances.yy + variances.image0
         squared = (yy * dx**2 - 2 * variances.xy * dx * dy + xx * dy**2) / (xx * yy - variances.xy**2)
         near = squared[distance <= 3 * noise]
         usual = np.median(near) / 1.39 if len(near) else 0.0  # the median of χ² of two degrees of freedom
         far = squared > _SURE**2 * max(_least_spread(matched) ** 2, float(usual))
-        return Parallax(distance, noise, np.isfinite(distance) & (distance > 3 * noise) & far)
+        return Parallax(moved, distance, noise, np.isfinite(distance) & (distance > 3 * noise) & far)
 
 
 def _least_spread(matched: MatchedPoints) -> float:
@@ -290,13 +292,17 @@ def parallax_false_alarms(fundamental: np.ndarray, matched: MatchedPoints, paral
     """Logarithm of how many matrices of a family would agree by chance with as many matches off a plane.
 
     One has an epipole, which two matches fix; each other one agrees with it by chance if it lies off the
-    plane in the direction of the epipolar line. Those side by side are wrong together, slid along an edge or
-    on the next window, so they count as the root of their number.
+    plane in the direction of the epipolar line. Those side by side, on the next window, or slid along one
+    edge, are wrong together, so they count as the root of their number.
     """
     off, reach = parallax.off, 1.5 * parallax.noise
     cells = np.floor(matched.points0[off] / _CELL)
     _, cell, sharing = np.unique(cells, axis=0, return_inverse=True, return_counts=True)
-    weight = 1 / np.sqrt(sharing[cell.reshape(-1)])
+    (x, y), (dx, dy) = matched.points1[off].T, parallax.moved[off].T / parallax.distance[off]
+    step = 1 + len(x) // _SAMPLES
+    beside = dx[:, None] * (y[::step] - y[:, None]) - dy[:, None] * (x[::step] - x[:, None])
+    along = step * np.count_nonzero(np.abs(beside) < _BESIDE, axis=1)
+    weight = 1 / np.sqrt(np.maximum(sharing[cell.reshape(-1)], along))
     agree = float(weight @ (sampson(*matched.sides, fundamental)[off] <= reach)) - 2
     # Sampson's distance is √2 times shorter than that from a line.
     chance = 2 / np.pi * np.arcsin(np.minimum(1.0, np.sqrt(2) * reach / parallax.distance[off]))
