@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -170,12 +170,17 @@ class Store(AbstractContextManager):
     def pairs(self, of: Collection[str] | None = None) -> Iterator[schema.StoredPair]:
         """Finished pairs, if given only those `of` images of these names, in an order that does not depend on
         when they were finished."""
+        sizes = {overlay.size for overlay in self.overlays}
+        overlaid = {image.name for image in (self.images() if sizes else ()) if image.size in sizes}
         for name0, name1, *ends, seconds, data in self._named("image0, image1, seconds, data", "pairs"):
             if of is not None and name0 not in of and name1 not in of:
                 continue
             points = [self._keypoints(number) for number in ends]
-            found = schema.decode_pair(data, *points, f"{self._path}: the pair {name0} and {name1}")
-            yield schema.StoredPair(name0, name1, *found, seconds)
+            what = f"{self._path}: the pair {name0} and {name1}"
+            matches, geometry = schema.decode_pair(data, *points, what)
+            if {name0, name1} & overlaid and geometry.repetition:  # what is near an overlay differs anyway
+                geometry = replace(geometry, repetition=geometry.repetition._replace(differing=0.0))
+            yield schema.StoredPair(name0, name1, matches, geometry, seconds)
 
     def known_pairs(self) -> set[frozenset[str]]:
         """The names of all pairs of the run, finished, failed or waiting."""
