@@ -121,9 +121,12 @@ def _differing(features: Sequence[Features], points: Sequence[np.ndarray]) -> fl
         nearest, near = apart.argmin(axis=1), apart.min(axis=1) < (2 * _CELL) ** 2
         places = target[nearest] + (one.keypoints[rows] - source[nearest]) @ affine
         matched = _squared_distances(one.keypoints[rows], one.inliers).min(axis=1) < SAME_POINT**2
+        rest = np.flatnonzero(near & ~matched)
+        apart = _squared_distances(one.keypoints[rows[rest]], other.keypoints)
+        rest = rest[apart.min(axis=1) >= SAME_POINT**2]  # without what may be of an overlay
         apart = _squared_distances(source, one.keypoints)
         own = apart.min(axis=1) < SAME_POINT**2  # those of further passes may be no keypoints of the first
-        around = one.likeness(other, rows[near & ~matched], places[near & ~matched])
+        around = one.likeness(other, rows[rest], places[rest])
         inliers = one.likeness(other, apart.argmin(axis=1)[own], target[own])
         if around is None or inliers is None:
             continue
