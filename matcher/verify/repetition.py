@@ -170,8 +170,8 @@ class _Side:
 
 def _squared_distances(points: np.ndarray, others: np.ndarray) -> np.ndarray:
     """(N, M) of points (N, 2) and (M, 2)."""
-    (x, y), (u, v) = points.T, others.T
-    return (x[:, None] - u) ** 2 + (y[:, None] - v) ** 2
+    x, y = (np.subtract.outer(*axis) for axis in zip(points.T.copy(), others.T.copy(), strict=True))
+    return np.add(np.square(x, out=x), np.square(y, out=y), out=x)
 
 
 def _counted(
