@@ -15,8 +15,9 @@ from matcher.cli import main
 from matcher.config import EstimationConfig
 from matcher.errors import UsageError
 from matcher.geometry import warp_points
-from matcher.verify.adjustment import fundamental_from_pose, plane_answers, sampson
+from matcher.verify.adjustment import MatchedPoints, fundamental_from_pose, plane_answers, sampson
 from matcher.verify.estimation import RobustEstimator
+from matcher.verify.homography import poses_of_plane
 
 WALLS = (
     np.array([[1.0, 0.05, 20], [-0.02, 1.1, -15], [1e-4, 0, 1]]),
@@ -151,11 +152,14 @@ def test_a_plane_alone_leaves_both_poses_unless_one_has_half_of_it_behind_a_came
     right = min(answers, key=lambda each: degrees_off(each[0], pose()))[1]
     residual = np.linalg.svd(right - right.mean(axis=0))[1][2] / np.sqrt(len(right))
     assert len(right) == found.inliers.sum() and residual < 0.1 * right[:, 2].mean()
-    again = found.without_rejected()
-    assert again.verified and again.inliers.sum() == found.inliers.sum()
+    assert (again := found.without_rejected()).verified and again.inliers.sum() == found.inliers.sum()
     assert found.to_dict()["planar"] and len(found.to_dict()["alternatives"]) == 2 and "e^" in found.likelier
     found = estimated("essential", *views(rng, 300, 0, pose(), noise=0.2))
     assert found.status == "ok" and found.planar and degrees_off(found.cam1_from_cam0, pose()) < 3
+    twins = list(poses_of_plane(MatchedPoints(*views(rng, 200, 0, pose()), np.full(200, 0.5)), CAMERAS, 3.0))
+    off = sorted(degrees_off(each, pose()) for each in twins)
+    assert off[0] < 0.01 and off[-1] > 10
+    assert all(np.linalg.norm(each[:3, 3]) == pytest.approx(1) for each in twins)
 
 
 @pytest.mark.parametrize("kind", ["essential", "fundamental"])
@@ -179,8 +183,7 @@ def test_no_fundamental_matrix_of_a_plane_but_its_homography(rng):
     assert found.status == "degenerate" and found.verified and found.matrix is None
     assert np.abs(warp_points(points0, found.homography) - points1)[90:].max() < 2
     assert found.inliers[90:].all() and found.inliers[:90].mean() < 0.1
-    points0[-5:] = rng.uniform((310, 330), (322, 342), (5, 2))  # on the next window, one of them on another
-    points0[-1] = (600, 200)
+    points0[-5:] = [*rng.uniform((310, 330), (322, 342), (4, 2)), (600, 200)]  # on next windows
     points1[-5:] = warp_points(points0[-5:], found.homography) + np.array([40, 3])
     assert estimated("fundamental", points0, points1).status == "degenerate"
     edge = np.arange(150, 440, 12)[:, None] * (1, 0.1) + (0, 200)  # along which matches have slid
