@@ -350,10 +350,12 @@ def _upright(points: np.ndarray, features: Features) -> np.ndarray:
     return stored_to_upright(points, features.image_size, orientation).astype(np.float32)
 
 
-def agreement(matches: Matches, geometry: TwoViewGeometry, verdict: Verdict | None) -> str:
-    """What the matches of a pair agree on, in one sentence; nothing without a geometry."""
+def agreement(
+    matches: Matches, geometry: TwoViewGeometry, verdict: Verdict | None, planar: str = "homography"
+) -> str:
+    """What the matches of a pair agree on, in one sentence, homographies by a name; empty without one."""
     kind, status, rejected = geometry.kind, geometry.status, geometry.rejected
-    model = "homography" if kind.startswith("homograph") else f"{kind} matrix"
+    model = planar if kind.startswith("homograph") else f"{kind} matrix"
     if not len(matches):
         return "no match: the images share nothing that was recognised"
     if status == "mirrored":
@@ -372,5 +374,5 @@ def agreement(matches: Matches, geometry: TwoViewGeometry, verdict: Verdict | No
         return ""
     matrices = geometry.matrices
     models = f"one {model}" if matrices is None or len(matrices) == 1 else f"{len(matrices)} homographies"
-    planar = f", most of them on one plane (planar{geometry.likelier})" * geometry.planar
-    return f"{inliers} {'is an inlier' if inliers == 1 else 'are inliers'} of {models}{planar}"
+    which = f", most of them on one plane (planar{geometry.likelier})" * geometry.planar
+    return f"{inliers} {'is an inlier' if inliers == 1 else 'are inliers'} of {models}{which}"

@@ -241,8 +241,9 @@ class Alignment:
 
     def _reason(self) -> str:
         """Why the images are not aligned."""
-        said = agreement(self.result.matches, self.result.geometry, self.result.verdict)
-        return said.removeprefix("no match: ").replace("homography", self._what)
+        result = self.result
+        said = agreement(result.matches, result.geometry, result.verdict, self._what)
+        return said.removeprefix("no match: ")
 
     @property
     def _what(self) -> str:

@@ -32,6 +32,7 @@ from matcher.types import Features, Matches, TwoViewGeometry, to_numpy
 from matcher.verify.adjustment import threshold_scale
 from matcher.verify.estimation import RobustEstimator
 from matcher.verify.overlay import without_common_overlays
+from matcher.verify.repetition import beside_overlay
 from matcher.verify.verdict import NOT, judged, reject_improbable
 
 if TYPE_CHECKING:
@@ -649,13 +650,15 @@ def match_set(
         raise UsageError("tracks join keypoints, and this preset has only the cells of a grid; use another")
     given = zip(images, masks or [None] * count, strict=True)
     features = [pipeline.features_of([pipeline.read(*one)])[0] for one in given]
-    features = without_common_overlays(features)
+    whole, features = features, without_common_overlays(features)
+    overlaid = {number for number in range(count) if len(features[number]) < len(whole[number])}
     found = {}
     for first, second in combinations(range(count), 2) if pairs is None else map(sorted, pairs):
         if (first, second) not in found:
             ends = features[first], features[second]
             matches = pipeline.match_features(*ends)
             geometry, sizes = pipeline.verify(*ends, matches), (end.image_size for end in ends)
+            geometry = beside_overlay(geometry) if {first, second} & overlaid else geometry
             found[first, second] = matches, reject_improbable(geometry, matches, *sizes, least=NOT)
     names: dict[str, None] = {}
     for number, image in enumerate(images):

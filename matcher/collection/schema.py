@@ -267,18 +267,18 @@ def encode_pair(
     models["repetition"] = geometry.repetition
     models["alternatives"] = np.array(geometry.alternatives) if geometry.alternatives else None
     models["evidence"] = geometry.evidence
-    moved = {"overlay": matches.overlay} if len(matches.overlay) else {}
+    more = {"overlay": matches.overlay} if len(matches.overlay) else {}
     for side, keypoints in enumerate((keypoints0, keypoints1)):
         points = np.asarray((matches.points0, matches.points1)[side], dtype=np.float32)
         if not np.array_equal(points, keypoints[indices[:, side]]):
-            moved[f"points{side}"] = points
+            more[f"points{side}"] = points
     return packed(
         facts=np.array([kind, status, matches.layers_run, matches.kept0, matches.kept1], np.int32),
         indices=indices.astype(np.uint32 if wide else np.uint16),
         scores=np.rint(np.clip(matches.scores, 0, 1) * SCORE_STEPS).astype(np.uint16),
         inliers=np.packbits(np.asarray(geometry.inliers, dtype=bool)),
         **{name: None if model is None else np.asarray(model, np.float64) for name, model in models.items()},
-        **moved,
+        **more,
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
@@ -25,6 +25,7 @@ from matcher.collection.sources import PairChoice
 from matcher.errors import IntegrityError, UsageError
 from matcher.types import Features, to_numpy
 from matcher.verify.overlay import CommonOverlay, common_overlay
+from matcher.verify.repetition import beside_overlay
 
 PAIRS = ("pairs", "failed", "waiting")  # the tables of pairs: finished, failed, still to be matched
 
@@ -178,8 +179,8 @@ class Store(AbstractContextManager):
             points = [self._keypoints(number) for number in ends]
             what = f"{self._path}: the pair {name0} and {name1}"
             matches, geometry = schema.decode_pair(data, *points, what)
-            if {name0, name1} & overlaid and geometry.repetition:  # what is near an overlay differs anyway
-                geometry = replace(geometry, repetition=geometry.repetition._replace(differing=0.0))
+            if {name0, name1} & overlaid:
+                geometry = beside_overlay(geometry)
             yield schema.StoredPair(name0, name1, matches, geometry, seconds)
 
     def known_pairs(self) -> set[frozenset[str]]:

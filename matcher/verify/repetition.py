@@ -9,11 +9,12 @@ paper they do not. Rooms furnished alike differ in what is between the furniture
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from matcher.types import Features, Matches, Repetition, to_numpy
+from matcher.types import Features, Matches, Repetition, TwoViewGeometry, to_numpy
 
 SAME_POINT = 1.5  # pixels of the resized images within which points are one
 # Similarity to the most similar descriptor elsewhere, of a keypoint that does not repeat and of one that
@@ -71,6 +72,12 @@ def repetition(
             return Repetition(float(min(glance)), 1.0, differing=differing)
     alone, found, share = np.min([_counted(*side) for side in sides], axis=0).tolist()
     return Repetition(alone, found, share, differing * float(np.interp(alone, ALONE, (0, 1))))
+
+
+def beside_overlay(geometry: TwoViewGeometry) -> TwoViewGeometry:
+    """The geometry without what is around its inliers: near an overlay of many images that differs anyway."""
+    found = geometry.repetition
+    return geometry if found is None else replace(geometry, repetition=found._replace(differing=0.0))
 
 
 def unrepeated(features: Features, points: np.ndarray, rows: np.ndarray) -> np.ndarray:
