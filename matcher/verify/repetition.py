@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -24,15 +23,20 @@ _ELSEWHERE = 16.0  # pixels of the resized image
 _CELL = 64.0  # pixels of the resized image: what lies around inliers, and the width of a place
 _SAMPLE = 400  # keypoints, or inliers, of an image that are compared with all others
 _GLANCE = 64  # matches that give a first impression
-_SCARCELY = 0.75  # share of unrepeated ones above which no closer look is needed
+_UNREPEATED = (0.75, 0.8)  # mean from which no closer look is needed; from which a keypoint does not repeat
 _FEW = 20  # keypoints around inliers, or inliers, of fewer of which nothing follows
 # What is around the inliers and what lies in its place: similarity above chance, divided by that of inliers,
-# that views of one place exceed, and the weight of what is less; others' are not known. The more keypoints
-# match, and the more are left around them, the more alike these are in views of one place: by the third for
-# e times as many. Fitted to training pairs, from one pass.
-_LIKENESS = {"learned": (0.4, 1.0, 0.045), "sift": (0.15, 2.0, 0.0)}
+# that views of one place exceed, and the weight of what is less; others' are not known.
+_LIKENESS = {"learned": (0.4, 1.0), "sift": (0.15, 2.0)}
+# The more keypoints match, and the more are left around each of these, the more alike these are in views of
+# one place: by the first for e times as much of the share that matches, times the square root of those left,
+# usually the second. Where only what does not repeat counts, by the third, of that share times those left,
+# divided by `Repetition.found`, usually the fourth. Fitted to training pairs, from one pass.
+_UNUSUAL = {"learned": (0.045, 0.35, 0.06, 3.0), "sift": (0.0, 1.0, 0.06, 3.0)}
 _LEFT = (0.5, 0.8)  # keypoints around, for each matched one: up to the first they say nothing, then more
-_USUAL = 0.35  # share of keypoints that match, times the square root of those left around each of these
+_CLOSER = 800  # keypoints near inliers among which those are looked for that do not repeat
+# Share of inliers that do not repeat: up to the first only such keypoints around them count, then others, too
+_MOSTLY = (0.5, 0.65)
 ALONE = (0.3, 0.5)  # share of inliers that do not repeat, from which on others around them count, and wholly
 _PSEUDO = 8.0  # keypoints added to the unrepeated ones that are counted, matched as often as repeated ones
 
@@ -47,48 +51,27 @@ def repetition(
     if not {features0.kind, features1.kind} <= _SIMILAR.keys() or not inliers.any():
         return None
     own = np.all(matches.indices[inliers] < [len(features0), len(features1)], axis=1)
-    sides = []
-    pair, inlying = (features0, features1), (matches.points0[inliers], matches.points1[inliers])
-    for features, index, points in zip(pair, matches.indices[inliers].T, inlying, strict=True):
-        scale, index = to_numpy(features.scale), index[own]
-        keypoints = to_numpy(features.keypoints) * scale
-        places = keypoints[index]
-        if not own.all():
-            others = points[~own] * scale
-            apart = np.linalg.norm(keypoints[:, None] - others, axis=2)
-            index = np.union1d(index, np.flatnonzero(apart.min(axis=1) < SAME_POINT))
-            places = np.concatenate([places, others])
-        cells, near = (np.floor(each / _CELL).astype(int) @ [1 << 20, 1] for each in (keypoints, places))
-        around = np.flatnonzero(np.isin(cells, near))
-        if not len(around) or not features.descriptors.shape[1]:
-            return None
-        sides.append((features, keypoints, index, around))
-    known = features0.kind == features1.kind and features0.kind in _LIKENESS
+    inlying, indices = (matches.points0[inliers], matches.points1[inliers]), matches.indices[inliers].T
+    sides = [_Side(*each, own) for each in zip((features0, features1), inlying, indices, strict=True)]
+    if not all(len(side.around) and side.descriptors.shape[1] for side in sides):
+        return None
     # Keypoints of an overlay are around, too, but do not move with the inliers.
-    differing = _differing(pair, inlying) if known and not len(matches.overlay) else 0.0
+    known = features0.kind == features1.kind and features0.kind in _LIKENESS and not len(matches.overlay)
     if own.all():  # of several passes the closer look takes no time that matters
-        glance = [unrepeated(*side[:2], side[2][:: -(-len(side[2]) // _GLANCE)]).mean() for side in sides]
-        if min(glance) > _SCARCELY:
-            return Repetition(float(min(glance)), 1.0, differing=differing)
-    alone, found, share = np.min([_counted(*side) for side in sides], axis=0).tolist()
-    return Repetition(alone, found, share, differing * float(np.interp(alone, ALONE, (0, 1))))
+        glance = float(min(side.unrepeated(_thinned(side.index, _GLANCE)).mean() for side in sides))
+        if glance > _UNREPEATED[0]:
+            return Repetition(glance, 1.0, differing=_differing(sides) if known else 0.0)
+    alone, found, share = np.min([_counted(side) for side in sides], axis=0).tolist()
+    weight = float(np.interp(alone, _MOSTLY, (0, 1)))
+    parts = ((weight, None), (1 - weight, found))
+    differing = sum(part * _differing(sides, of) for part, of in parts if known and part)
+    return Repetition(alone, found, share, float(differing))
 
 
 def beside_overlay(geometry: TwoViewGeometry) -> TwoViewGeometry:
     """The geometry without what is around its inliers: near an overlay of many images that differs anyway."""
     found = geometry.repetition
     return geometry if found is None else replace(geometry, repetition=found._replace(differing=0.0))
-
-
-def unrepeated(features: Features, points: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    """How little keypoints in some rows (R,) resemble others elsewhere in their image, (R,) in [0, 1]; the
-    points (N, 2) of all are pixels of the resized image."""
-    descriptors = to_numpy(features.descriptors).astype(np.float32)
-    similar = descriptors[rows] @ descriptors.T
-    points = points.astype(np.float32)
-    similar[_squared_distances(points[rows], points) <= _ELSEWHERE**2] = -1.0
-    unique, repeated = _SIMILAR[features.kind]
-    return ((repeated - similar.max(axis=1)) / (repeated - unique)).clip(0, 1)
 
 
 def repeated_groups(features: Features) -> np.ndarray:
@@ -99,7 +82,7 @@ def repeated_groups(features: Features) -> np.ndarray:
         return groups
     scaled = points * to_numpy(features.scale)
     alike = descriptors @ descriptors.T >= _SIMILAR[features.kind][1]
-    alike &= np.linalg.norm(scaled[:, None] - scaled, axis=2) > _ELSEWHERE
+    alike &= squared_distances(scaled, scaled) > _ELSEWHERE**2
     counts, number = alike.sum(axis=1), 0
     while counts.any():
         members = alike[counts.argmax()].copy()
@@ -110,83 +93,103 @@ def repeated_groups(features: Features) -> np.ndarray:
     return groups
 
 
-def _differing(features: Sequence[Features], points: Sequence[np.ndarray]) -> float:
-    """`Repetition.differing`, from the inliers' (K, 2), (K, 2) stored pixels of both images.
+def _differing(sides: Sequence[_Side], found: float | None = None) -> float:
+    """`Repetition.differing`; of what does not repeat, with `Repetition.found`.
 
     Where a keypoint should be in the other image, its nearest inlier and an affine map of all tell. Of images
     turned against each other the descriptors say nothing: there inliers are hardly more similar than chance.
     Where most is matched, what is left is no sample of the place; where little is, the views are far apart.
     """
-    found, left = [], []
-    least, weight, more = _LIKENESS[features[0].kind]
-    sides = [_Side(*each) for each in zip(features, points, strict=True)]
+    less, left = [], []
+    least, weight = _LIKENESS[sides[0].kind]
     for one, other in (sides, sides[::-1]):
-        source, target = (each.inliers[:: -(-len(each.inliers) // _SAMPLE)] for each in (one, other))
-        affine = np.linalg.lstsq(source - source.mean(axis=0), target - target.mean(axis=0), rcond=None)[0]
-        rows = np.arange(len(one.keypoints))[:: -(-len(one.keypoints) // _SAMPLE)]
-        apart = _squared_distances(one.keypoints[rows], source)
-        nearest, near = apart.argmin(axis=1), apart.min(axis=1) < (2 * _CELL) ** 2
-        places = target[nearest] + (one.keypoints[rows] - source[nearest]) @ affine
-        matched = _squared_distances(one.keypoints[rows], one.inliers).min(axis=1) < SAME_POINT**2
-        rest = np.flatnonzero(near & ~matched)
-        apart = _squared_distances(one.keypoints[rows[rest]], other.keypoints)
-        rest = rest[apart.min(axis=1) >= SAME_POINT**2]  # without what may be of an overlay
-        apart = _squared_distances(source, one.keypoints)
-        own = apart.min(axis=1) < SAME_POINT**2  # those of further passes may be no keypoints of the first
+        rows = np.arange(len(one.keypoints))
+        if found is None:
+            rows, places = one.placed(other, _thinned(rows))
+        else:
+            rows, places = (_thinned(each, _CLOSER) for each in one.placed(other, rows))
+            unlike = one.unrepeated(rows) >= _UNREPEATED[1]
+            rows, places = rows[unlike], places[unlike]
+        matched = np.isin(rows, one.index)
+        apart = squared_distances(one.keypoints[rows], other.keypoints).min(axis=1, initial=np.inf)
+        rest = ~matched & (apart >= SAME_POINT**2)  # without what may be of an overlay
         around = one.likeness(other, rows[rest], places[rest])
-        inliers = one.likeness(other, apart.argmin(axis=1)[own], target[own])
-        if around is None or inliers is None:
-            continue
-        chance = around.elsewhere
-        found.append(least * (inliers.there - chance) - (around.there - chance))
-        left.append(around.count / max((near & matched).sum(), 1))
-    if not found:
+        inliers = one.likeness(other, *one.placed(other, _thinned(one.index)))
+        if around and inliers:
+            count, there, elsewhere = around
+            less.append(least * (inliers[1] - elsewhere) - (there - elsewhere))
+            left.append(count / (np.count_nonzero(matched) + 1))
+    if not less:
         return 0.0
-    many = len(points[0]) / min(len(side.keypoints) for side in sides) * np.sqrt(min(left))
-    differing = weight * np.mean(found) + more * np.log(many / _USUAL)
-    return float(differing * np.interp(min(left), _LEFT, (0, 1)))
-
-
-class _Likeness(NamedTuple):
-    """Medians over keypoints of the largest similarity to a keypoint of the other image."""
-
-    count: int  # keypoints that have some in their place
-    there: float  # in its place
-    elsewhere: float  # in the place of another one
+    share = len(sides[0].inliers) / min(len(side.keypoints) for side in sides)
+    more, usual, more_alone, usual_alone = _UNUSUAL[sides[0].kind]
+    if found is None:
+        unusual = more * np.log(share * np.sqrt(min(left)) / usual)
+    else:
+        unusual = more_alone * np.log(share * min(left) / max(found, 0.1) / usual_alone)
+    return float((weight * np.mean(less) + unusual) * np.interp(min(left), _LEFT, (0, 1)))
 
 
 class _Side:
-    """One image: keypoints (N, 2) and inliers (K, 2) in resized pixels, descriptors (N, D)."""
+    """One image: keypoints (N, 2) and inliers (K, 2) in pixels of the resized image, descriptors (N, D)."""
 
-    def __init__(self, features: Features, points: np.ndarray) -> None:
-        scale = to_numpy(features.scale).astype(np.float32)
-        self.keypoints, self.inliers = to_numpy(features.keypoints) * scale, points.astype(np.float32) * scale
-        self.descriptors = to_numpy(features.descriptors).astype(np.float32)
+    def __init__(self, features: Features, points: np.ndarray, index: np.ndarray, own: np.ndarray) -> None:
+        self.kind, scale = features.kind, to_numpy(features.scale)
+        self.keypoints, self.inliers = to_numpy(features.keypoints) * scale, points * scale
+        self.descriptors, self.index = to_numpy(features.descriptors).astype(np.float32), index[own]
+        if not own.all():
+            near = squared_distances(self.keypoints, self.inliers[~own]).min(axis=1) < SAME_POINT**2
+            self.index = np.union1d(self.index, np.flatnonzero(near))
+        cells, near = (np.floor(each / _CELL) @ [1 << 20, 1] for each in (self.keypoints, self.inliers))
+        self.around = np.flatnonzero(np.isin(cells, near))
 
-    def likeness(self, other: _Side, rows: np.ndarray, places: np.ndarray) -> _Likeness | None:
-        """Of keypoints in some rows (R,) with their places (R, 2) in the other image; None of too few."""
-        near = _squared_distances(places, other.keypoints) < (_CELL / 2) ** 2
+    def unrepeated(self, rows: np.ndarray) -> np.ndarray:
+        """How little keypoints in some rows (R,) resemble others elsewhere in the image, (R,) in [0, 1]."""
+        similar = self.descriptors[rows] @ self.descriptors.T
+        near = squared_distances(self.keypoints[rows], self.keypoints) <= _ELSEWHERE**2
+        unique, repeated = _SIMILAR[self.kind]
+        return ((repeated - similar.max(axis=1, where=~near, initial=-1.0)) / (repeated - unique)).clip(0, 1)
+
+    def placed(self, other: _Side, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Those of some rows (R,) that lie near an inlier, and their places in the other image (R, 2)."""
+        source, target = _thinned(self.inliers), _thinned(other.inliers)
+        affine = np.linalg.lstsq(source - source.mean(axis=0), target - target.mean(axis=0), rcond=None)[0]
+        apart = squared_distances(self.keypoints[rows], source)
+        nearest, near = apart.argmin(axis=1), apart.min(axis=1) < (2 * _CELL) ** 2
+        places = target[nearest] + (self.keypoints[rows] - source[nearest]) @ affine
+        return rows[near], places[near]
+
+    def likeness(self, other: _Side, rows: np.ndarray, places: np.ndarray) -> tuple[int, float, float] | None:
+        """How many keypoints in some rows (R,) have others in their place (R, 2) in the other image, and the
+        medians of the largest similarity to one there, and in the place of another one; None of too few."""
+        near = squared_distances(places, other.keypoints) < (_CELL / 2) ** 2
         known = np.flatnonzero(near.any(axis=1))
         if len(known) < _FEW:
             return None
-        similar, near = self.descriptors[rows[known]] @ other.descriptors.T, near[known]
-        places = near, np.roll(near, -(len(known) // 2), axis=0)
-        found = (float(np.median(similar.max(axis=1, where=each, initial=-1.0))) for each in places)
-        return _Likeness(len(known), *found)
+        keypoint, beside = np.divmod(np.flatnonzero(near[known]), near.shape[1])
+        found, first = [], np.searchsorted(keypoint, np.arange(len(known)))
+        for shift in (0, len(known) // 2):
+            moved = rows[known[(keypoint - shift) % len(known)]]
+            similar = np.einsum("ij,ij->i", self.descriptors[moved], other.descriptors[beside])
+            found.append(float(np.median(np.maximum.reduceat(similar, first))))
+        return len(known), found[0], found[1]
 
 
-def _squared_distances(points: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """(N, M) of points (N, 2) and (M, 2)."""
-    x, y = (np.subtract.outer(*axis) for axis in zip(points.T.copy(), others.T.copy(), strict=True))
-    return np.add(np.square(x, out=x), np.square(y, out=y), out=x)
+def squared_distances(points: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """(N, M) of points (N, 2) and (M, 2); one product of matrices is many times faster than differences."""
+    (x, y), (u, v) = points.astype(np.float64).T, others.astype(np.float64).T
+    return np.stack([-2 * x, -2 * y, x**2 + y**2, x**0], axis=1) @ np.stack([u, v, u**0, u**2 + v**2])
 
 
-def _counted(
-    features: Features, points: np.ndarray, index: np.ndarray, around: np.ndarray
-) -> tuple[float, float, float]:
-    """`Repetition` of one image: `around` are the keypoints near inliers, `index` those that are inliers."""
-    rows = around[:: -(-len(around) // _SAMPLE)]
-    alone, matched = unrepeated(features, points, rows), np.isin(rows, index)
+def _thinned(values: np.ndarray, most: int = _SAMPLE) -> np.ndarray:
+    """At most so many of the values (N, ...), at equal distances."""
+    return values[:: -(-len(values) // most) or 1]
+
+
+def _counted(side: _Side) -> tuple[float, float, float]:
+    """`Repetition` of one image, from keypoints near inliers."""
+    rows = _thinned(side.around)
+    alone, matched = side.unrepeated(rows), np.isin(rows, side.index)
     often = ((1 - alone) @ matched + 1e-6) / ((1 - alone).sum() + 1e-6)
     # Corners of windows are a little alike, and other façades have their like: only what is like nothing
     # tells which one it is. By a power of 4 three of 150 wrong training pairs are sure no more.

@@ -14,7 +14,7 @@ import numpy as np
 
 from matcher.config import GeometryKind
 from matcher.types import Matches, Repetition, TwoViewGeometry
-from matcher.verify.repetition import ALONE
+from matcher.verify.repetition import ALONE, squared_distances
 
 VerdictWord = Literal["same", "unsure", "not"]
 
@@ -35,7 +35,8 @@ ACCEPTED: dict[GeometryKind, float] = {
 # others of their kind, and the verdict must not be against it, below even odds.
 SAME_THINGS, EVEN = 0.6, 0.5
 _DOUBTED = 0.09  # `Repetition.differing` from which a verdict is unlikely at best; half of it is even odds
-_UNLIKELY = 0.15  # of strange surroundings, or mirrored: seasons change, and photos are scanned from behind
+_UNLIKELY = 0.05  # of strange surroundings: seasons change
+_FROM_BEHIND = 0.15  # of mirrored matches: photos are scanned from behind
 _CERTAIN = (0.3, 0.4)  # share found of those that do not repeat: less of other things, else often more
 _REVERSED = 0.15  # share of small triangles; accepted right pairs have below .1, nearly all below .05
 _CORNERS = 64  # inliers whose neighbourhoods are looked at, and so many that chance seldom gathers them:
@@ -85,7 +86,7 @@ def verdict_of(
     if geometry.status == "not_estimated":
         return None
     found, sure = probability(regressors(matches, geometry, size0, size1)), surest(geometry)
-    found = min(found, _UNLIKELY if geometry.status == "mirrored" else sure)
+    found = min(found, _FROM_BEHIND if geometry.status == "mirrored" else sure)
     return Verdict(found, geometry.repetitive, found == sure < SAME)
 
 
@@ -181,7 +182,7 @@ def _neighbour_agreement(points0: np.ndarray, points1: np.ndarray) -> float:
 def _neighbourhoods(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Some of the points (K, 2), (C,), and the nearest others of each, (C, 8)."""
     corners = np.arange(len(points))[:: -(-len(points) // _CORNERS)]
-    apart = ((points[corners, None] - points) ** 2).sum(axis=2)
+    apart = squared_distances(points[corners], points)
     apart[np.arange(len(corners)), corners] = np.inf
     return corners, np.argpartition(apart, 8, axis=1)[:, :8]
 
