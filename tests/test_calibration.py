@@ -22,7 +22,7 @@ from matcher.match.calibration import (
 from matcher.types import Features, Matches, MatchRefinement, Repetition, TwoViewGeometry
 from matcher.verify.overlay import common_overlay, on_overlay, without_overlay
 from matcher.verify.repetition import repetition
-from matcher.verify.verdict import reject_improbable, verdict_of
+from matcher.verify.verdict import reject_improbable, surest, verdict_of
 
 FIT = run_path(Path(__file__).parent.parent / "scripts" / "fit.py")
 REFINED = RefinedCalibrationConfig(
@@ -325,9 +325,8 @@ def test_inliers_that_lie_where_their_neighbours_foretell(rng):
     surface = points * 0.9 + [20, 10] + rng.normal(0, 0.3, points.shape)
     scattered = points + rng.uniform(-80, 80, (120, 1)) * [1, 0]
     assert said(surface, 1.0) > said(scattered, 1.0) + 0.1
-    assert said(surface, 0.25) == pytest.approx(
-        said(scattered, 0.25), abs=0.05
-    )  # a pattern is a surface, too
+    # a pattern is a surface, too
+    assert said(surface, 0.25) == pytest.approx(said(scattered, 0.25), abs=0.05)
     assert said(surface, 1.0, "homography") == pytest.approx(said(scattered, 1.0), abs=0.05)
 
 
@@ -343,13 +342,14 @@ def test_a_mirrored_picture_is_neither_used_nor_called_another_place(rng, kind):
     assert verdict_of(matches, geometry, SIZE, SIZE).word == "unsure"
 
 
-@pytest.mark.parametrize("the_same", [True, False])
-def test_equal_things_before_another_wall(rng, the_same):
-    """Matches of the things alone; what is between them resembles its like, or nothing."""
+@pytest.mark.parametrize(("the_same", "repeated"), [(True, 0), (False, 0), (True, 4), (False, 4)])
+def test_equal_things_before_another_wall(rng, the_same, repeated):
+    """Matches of the things alone, most of them of one kind or none; what is between resembles its like."""
     middles = rng.uniform(100, (540, 380), (6, 2))
     things = (middles[:, None] + rng.uniform(-30, 30, (6, 40, 2))).reshape(-1, 2)
     points = np.concatenate([things, rng.uniform(0, (640, 480), (400, 2))])
     descriptors, inliers = rng.normal(size=(640, 64)), np.ones(240, bool)
+    descriptors[: 40 * repeated] = np.tile(descriptors[:40], (repeated, 1))
     other = descriptors + 0.5 * rng.normal(size=(640, 64))
     other[240:] = other[240:] + 0.5 * rng.normal(size=(400, 64)) if the_same else rng.normal(size=(400, 64))
     sides = features(points, descriptors), features(points * 0.95 + 15, other)
@@ -357,8 +357,9 @@ def test_equal_things_before_another_wall(rng, the_same):
     found = repetition(*sides, matches, inliers)
     geometry = TwoViewGeometry("fundamental", "ok", inliers, np.eye(3), repetition=found)
     said = verdict_of(matches, geometry, SIZE, SIZE)
-    assert said.differing is not the_same and said.word == ("same" if the_same else "unsure")
-    assert ("what is around the matches differs" in str(said)) is not the_same
+    assert (surest(geometry) < 0.1) is not the_same and found.repetitive is (repeated > 0)
+    assert repeated or said.word == ("same" if the_same else "not")
+    assert repeated or said.differing is ("what is around the matches differs" in str(said)) is not the_same
     alien = features(sides[1].keypoints, other[:, :32], "xfeat")  # nothing is known of two kinds together
     assert repetition(sides[0], alien, matches, inliers).differing == 0
 

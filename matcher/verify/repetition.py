@@ -30,9 +30,9 @@ _FEW = 20  # keypoints around inliers, or inliers, of fewer of which nothing fol
 _LIKENESS = {"learned": (0.4, 1.0), "sift": (0.15, 2.0)}
 # The more keypoints match, and the more are left around each of these, the more alike these are in views of
 # one place: by the first for e times as much of the share that matches, times the square root of those left,
-# usually the second. Where only what does not repeat counts, by the third, of that share times those left,
-# divided by `Repetition.found`, usually the fourth. Fitted to training pairs, from one pass.
-_UNUSUAL = {"learned": (0.045, 0.35, 0.06, 3.0), "sift": (0.0, 1.0, 0.06, 3.0)}
+# usually the second. The same where only what does not repeat counts, for the share times those left, divided
+# by `Repetition.found`. Fitted to training pairs, from one pass.
+_UNUSUAL = {"learned": ((0.045, 0.35), (0.06, 3.0)), "sift": ((0.0, 1.0), (0.06, 3.0))}
 _LEFT = (0.5, 0.8)  # keypoints around, for each matched one: up to the first they say nothing, then more
 _CLOSER = 800  # keypoints near inliers among which those are looked for that do not repeat
 # Share of inliers that do not repeat: up to the first only such keypoints around them count, then others, too
@@ -76,13 +76,12 @@ def beside_overlay(geometry: TwoViewGeometry) -> TwoViewGeometry:
 
 def repeated_groups(features: Features) -> np.ndarray:
     """(N,) int64 groups of keypoints that look alike all over an image, the largest 0; −1: none."""
-    descriptors, points = to_numpy(features.descriptors), to_numpy(features.keypoints)
-    groups = np.full(len(points), -1)
+    points = to_numpy(features.keypoints) * to_numpy(features.scale)
+    descriptors, groups = to_numpy(features.descriptors), np.full(len(points), -1)
     if features.kind not in _SIMILAR or not len(points):
         return groups
-    scaled = points * to_numpy(features.scale)
     alike = descriptors @ descriptors.T >= _SIMILAR[features.kind][1]
-    alike &= squared_distances(scaled, scaled) > _ELSEWHERE**2
+    alike &= squared_distances(points, points) > _ELSEWHERE**2
     counts, number = alike.sum(axis=1), 0
     while counts.any():
         members = alike[counts.argmax()].copy()
@@ -122,11 +121,9 @@ def _differing(sides: Sequence[_Side], found: float | None = None) -> float:
     if not less:
         return 0.0
     share = len(sides[0].inliers) / min(len(side.keypoints) for side in sides)
-    more, usual, more_alone, usual_alone = _UNUSUAL[sides[0].kind]
-    if found is None:
-        unusual = more * np.log(share * np.sqrt(min(left)) / usual)
-    else:
-        unusual = more_alone * np.log(share * min(left) / max(found, 0.1) / usual_alone)
+    more, usual = _UNUSUAL[sides[0].kind][found is not None]
+    kept = np.sqrt(min(left)) if found is None else min(left) / max(found, 0.1)
+    unusual = more * np.log(share * kept / usual)
     return float((weight * np.mean(less) + unusual) * np.interp(min(left), _LEFT, (0, 1)))
 
 

@@ -35,8 +35,7 @@ ACCEPTED: dict[GeometryKind, float] = {
 # others of their kind, and the verdict must not be against it, below even odds.
 SAME_THINGS, EVEN = 0.6, 0.5
 _DOUBTED = 0.09  # `Repetition.differing` from which a verdict is unlikely at best; half of it is even odds
-_UNLIKELY = 0.05  # of strange surroundings: seasons change
-_FROM_BEHIND = 0.15  # of mirrored matches: photos are scanned from behind
+_UNLIKELY, _FROM_BEHIND = 0.05, 0.15  # of strange surroundings; of mirrored matches, as scans may be
 _CERTAIN = (0.3, 0.4)  # share found of those that do not repeat: less of other things, else often more
 _REVERSED = 0.15  # share of small triangles; accepted right pairs have below .1, nearly all below .05
 _CORNERS = 64  # inliers whose neighbourhoods are looked at, and so many that chance seldom gathers them:
