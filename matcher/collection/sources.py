@@ -53,7 +53,7 @@ class NameTable:
         stems: dict[str, int | None] = {}
         for number, name in enumerate(self.names):
             form = _plain(name).casefold()
-            for table, key in ((whole, form), (stems, str(PurePosixPath(form).with_suffix("")))):
+            for table, key in ((whole, form), (stems, re.sub(r"(?<=[^/])\.[^./]*$", "", form))):
                 table[key] = None if key in table else number
         return {**stems, **whole}
 
