@@ -211,7 +211,6 @@ def test_every_instance_and_nothing_else_is_found_at_its_scale_and_turn(template
     assert np.abs(np.sort(centres(negatives), axis=0) - np.sort(centres(found), axis=0)).max() < 2
     other = matcher.find(np.ascontiguousarray(template[::-1]), scene, "nearest", max_keypoints=600)
     assert len(other) == 0 and other.mirrored and not (negatives.mirrored or found.mirrored)
-    # a cut-out on grey ground
     disc = cv2.circle(np.zeros(template.shape[:2], np.uint8), (110, 90), 80, 1, -1)
     alone = np.where(disc[..., None] > 0, template, 200)[::-1]
     alone = np.pad(alone, ((90, 90), (90, 90), (0, 0)), constant_values=200)

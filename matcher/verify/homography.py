@@ -293,15 +293,17 @@ def parallax_false_alarms(fundamental: np.ndarray, matched: MatchedPoints, paral
 
     One has an epipole, which two matches fix; each other one agrees with it by chance if it lies off the
     plane in the direction of the epipolar line. Those side by side, on the next window, or slid along one
-    edge, are wrong together, so they count as the root of their number.
+    edge, or a little in one direction, are wrong together, so they count as the root of their number.
     """
     off, reach = parallax.off, 1.5 * parallax.noise
     cells = np.floor(matched.points0[off] / _CELL)
     _, cell, sharing = np.unique(cells, axis=0, return_inverse=True, return_counts=True)
-    (x, y), (dx, dy) = matched.points1[off].T, parallax.moved[off].T / parallax.distance[off]
-    step = 1 + len(x) // _SAMPLES
-    beside = dx[:, None] * (y[::step] - y[:, None]) - dy[:, None] * (x[::step] - x[:, None])
-    along = step * np.count_nonzero(np.abs(beside) < _BESIDE, axis=1)
+    ends, moved = matched.points1[off] @ [1, 1j], parallax.moved[off] @ [1, 1j]
+    step, short = 1 + len(ends) // _SAMPLES, np.abs(moved) < _CELL / 2
+    turned = (moved / np.abs(moved)).conj()[:, None]  # into the direction in which each moved
+    beside = np.abs((turned * (ends[::step] - ends[:, None])).imag) < _BESIDE
+    beside |= (np.abs((turned * moved[::step]).imag) < _BESIDE) & short[:, None] & short[::step]
+    along = step * np.count_nonzero(beside, axis=1)
     weight = 1 / np.sqrt(np.maximum(sharing[cell.reshape(-1)], along))
     agree = float(weight @ (sampson(*matched.sides, fundamental)[off] <= reach)) - 2
     # Sampson's distance is √2 times shorter than that from a line.

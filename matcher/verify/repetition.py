@@ -1,9 +1,8 @@
 """Repeated and equal things, wallpaper, windows, furniture: matches that agree but say nothing of the place.
 
-They agree with a geometry though the images may show other ones of the same things. An image says by itself
-what it repeats: a keypoint with nearly the same descriptor elsewhere. In images of one place the keypoints
-that do not repeat find their partners as often as the repeated ones around them; between two walls with one
-paper they do not. Rooms furnished alike differ in what is between the furniture.
+Such matches agree with a geometry though the images may show other ones of the same things. A keypoint that
+repeats has its like elsewhere in its image. In images of one place those that do not find partners as often
+as the others; between walls with one paper, or rooms furnished alike, they do not, and differ.
 """
 
 from __future__ import annotations
@@ -188,8 +187,7 @@ def _counted(side: _Side) -> tuple[float, float, float]:
     rows = _thinned(side.around)
     alone, matched = side.unrepeated(rows), np.isin(rows, side.index)
     often = ((1 - alone) @ matched + 1e-6) / ((1 - alone).sum() + 1e-6)
-    # Corners of windows are a little alike, and other façades have their like: only what is like nothing
-    # tells which one it is. By a power of 4 three of 150 wrong training pairs are sure no more.
+    # Corners of windows are a little alike; what is like nothing tells which façade it is (a fitted power).
     wholly = alone**4
     found = (wholly @ matched + _PSEUDO * often) / ((wholly.sum() + _PSEUDO) * often)
     share = alone @ matched / alone.sum() if alone.sum() >= _PSEUDO else 0.0  # of fewer it says nothing
