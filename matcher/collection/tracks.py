@@ -216,7 +216,7 @@ def contradicted_pairs(store: Store, without: Collection[Ends] = ()) -> list[tup
 
 MISSING = 5  # pairs that should have had these matches, or that tell together of two places
 # `Repetition.differing` of what may as well be one place as not: of photos of fifteen places no pair goes,
-# and 14 of 16 made pairs of rooms with equal furniture or façades are parted.
+# and 13 of 16 made pairs of rooms with equal furniture or façades are parted.
 _APART = 0.03
 
 
