@@ -216,7 +216,7 @@ class Pipeline:
         return timed(replace(first, features0=joined.features0, features1=joined.features1, **found))
 
     def calibrated(self, result: Result) -> Result:
-        """The result with its final match probabilities, best first; no geometry that its verdict denies."""
+        """The result with its final match probabilities, best first; no geometry with improbable inliers."""
         matches, geometry, calibration = result.matches, result.geometry, calibration_of(self.matcher)
         sizes = [features.image_size for features in (result.features0, result.features1)]
         if not result.passes:  # after several, more was asked of it

@@ -221,8 +221,9 @@ def test_results_have_a_verdict(views):
     assert denied.verdict.word == "not" and denied.geometry.rejected.inliers.sum() > 30
     assert denied.geometry.status == "low_inliers" and "no match: " in denied.summary()
     unlike = replace(unknown, repetition=Repetition(1.0, 1.0, differing=1.0))
-    unsure = pipeline.calibrated(replace(same, geometry=unlike))
-    assert unsure.verdict.differing and 0 < unsure.scores.max() <= unsure.verdict.probability
+    doubted = pipeline.calibrated(replace(same, geometry=unlike))
+    assert doubted.verdict.differing and doubted.verdict.word == "not" and doubted.geometry.verified
+    assert 0 < doubted.scores.max() <= doubted.verdict.probability
 
 
 def test_calibrated_predictions_have_no_error():
@@ -325,7 +326,6 @@ def test_inliers_that_lie_where_their_neighbours_foretell(rng):
     surface = points * 0.9 + [20, 10] + rng.normal(0, 0.3, points.shape)
     scattered = points + rng.uniform(-80, 80, (120, 1)) * [1, 0]
     assert said(surface, 1.0) > said(scattered, 1.0) + 0.1
-    # a pattern is a surface, too
     assert said(surface, 0.25) == pytest.approx(said(scattered, 0.25), abs=0.05)
     assert said(surface, 1.0, "homography") == pytest.approx(said(scattered, 1.0), abs=0.05)
 
@@ -344,7 +344,7 @@ def test_a_mirrored_picture_is_neither_used_nor_called_another_place(rng, kind):
 
 @pytest.mark.parametrize(("the_same", "repeated"), [(True, 0), (False, 0), (True, 4), (False, 4)])
 def test_equal_things_before_another_wall(rng, the_same, repeated):
-    """Matches of the things alone, most of them of one kind or none; what is between resembles its like."""
+    """Matches of the things alone, most of them equal, or none; what is between resembles its like."""
     middles = rng.uniform(100, (540, 380), (6, 2))
     things = (middles[:, None] + rng.uniform(-30, 30, (6, 40, 2))).reshape(-1, 2)
     points = np.concatenate([things, rng.uniform(0, (640, 480), (400, 2))])
@@ -358,8 +358,8 @@ def test_equal_things_before_another_wall(rng, the_same, repeated):
     geometry = TwoViewGeometry("fundamental", "ok", inliers, np.eye(3), repetition=found)
     said = verdict_of(matches, geometry, SIZE, SIZE)
     assert (surest(geometry) < 0.1) is not the_same and found.repetitive is (repeated > 0)
-    assert repeated or said.word == ("same" if the_same else "not")
-    assert repeated or said.differing is ("what is around the matches differs" in str(said)) is not the_same
+    assert said.word == ("not" if not the_same else "unsure" if repeated else "same")
+    assert said.differing is ("what is around the matches differs" in str(said)) is not the_same
     alien = features(sides[1].keypoints, other[:, :32], "xfeat")  # nothing is known of two kinds together
     assert repetition(sides[0], alien, matches, inliers).differing == 0
 

@@ -34,6 +34,7 @@ from matcher.loading import with_estimation
 from matcher.match.retrieval import similar_pairs
 from matcher.pipeline import Pipeline
 from matcher.types import Features, strongest
+from matcher.verify.repetition import beside_overlay
 from matcher.verify.verdict import NOT, verdict_of
 
 _LONGEST_LINE = 16_384  # characters
@@ -280,7 +281,8 @@ def _agreement(pipeline: Pipeline, first: Features, second: Features) -> tuple[i
     if not (len(first) and len(second)):
         return 0, False
     geometry = pipeline.verify(first, second, matches := pipeline.match_features(first, second))
-    verdict = verdict_of(matches, geometry, first.image_size, second.image_size)
+    # Of the strongest keypoints what is around them tells too little.
+    verdict = verdict_of(matches, beside_overlay(geometry), first.image_size, second.image_size)
     return int(geometry.inliers.sum()), verdict is None or verdict.probability > NOT
 
 

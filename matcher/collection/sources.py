@@ -52,7 +52,7 @@ class NameTable:
         whole: dict[str, int | None] = {}
         stems: dict[str, int | None] = {}
         for number, name in enumerate(self.names):
-            form = _plain(name).casefold()
+            form = _plain(name).casefold()  # of which a path would intern all parts
             for table, key in ((whole, form), (stems, re.sub(r"(?<=[^/])\.[^./]*$", "", form))):
                 table[key] = None if key in table else number
         return {**stems, **whole}

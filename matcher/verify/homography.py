@@ -216,7 +216,7 @@ _SAMPLES = 256  # inliers among which a plane is looked for
 # Of matches off the plane that may be right, of which the likeliest counts.
 _SHARES = (0.01, 0.03, 0.1, 0.3, 1.0)
 _CELL = 32.0  # pixels of the resized image, in which matches may be wrong together
-_BESIDE = 3.0  # pixels from a line along which matches may be wrong together
+_BESIDE = 3.0  # pixels from a line along which matches may be wrong together; many slide thrice as far
 _PAIRS = 24  # matches off the plane, any two of which give an epipole
 
 
@@ -293,13 +293,13 @@ def parallax_false_alarms(fundamental: np.ndarray, matched: MatchedPoints, paral
 
     One has an epipole, which two matches fix; each other one agrees with it by chance if it lies off the
     plane in the direction of the epipolar line. Those side by side, on the next window, or slid along one
-    edge, or a little in one direction, are wrong together, so they count as the root of their number.
+    edge, or a little along like ones, are wrong together, so they count as the root of their number.
     """
     off, reach = parallax.off, 1.5 * parallax.noise
     cells = np.floor(matched.points0[off] / _CELL)
     _, cell, sharing = np.unique(cells, axis=0, return_inverse=True, return_counts=True)
     ends, moved = matched.points1[off] @ [1, 1j], parallax.moved[off] @ [1, 1j]
-    step, short = 1 + len(ends) // _SAMPLES, np.abs(moved) < _CELL / 2
+    step, short = 1 + len(ends) // _SAMPLES, np.abs(moved) < 3 * _BESIDE
     turned = (moved / np.abs(moved)).conj()[:, None]  # into the direction in which each moved
     beside = np.abs((turned * (ends[::step] - ends[:, None])).imag) < _BESIDE
     beside |= (np.abs((turned * moved[::step]).imag) < _BESIDE) & short[:, None] & short[::step]

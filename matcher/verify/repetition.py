@@ -1,8 +1,8 @@
 """Repeated and equal things, wallpaper, windows, furniture: matches that agree but say nothing of the place.
 
 Such matches agree with a geometry though the images may show other ones of the same things. A keypoint that
-repeats has its like elsewhere in its image. In images of one place those that do not find partners as often
-as the others; between walls with one paper, or rooms furnished alike, they do not, and differ.
+repeats has its like elsewhere in its image. In images of one place keypoints without their like find partners
+as often as the others; between walls with one paper, or rooms furnished alike, they do not.
 """
 
 from __future__ import annotations
@@ -22,21 +22,19 @@ _ELSEWHERE = 16.0  # pixels of the resized image
 _CELL = 64.0  # pixels of the resized image: what lies around inliers, and the width of a place
 _SAMPLE = 400  # keypoints, or inliers, of an image that are compared with all others
 _GLANCE = 64  # matches that give a first impression
-_UNREPEATED = (0.75, 0.8)  # mean from which no closer look is needed; from which a keypoint does not repeat
+_UNREPEATED = (0.75, 0.8)  # of inliers on average: no closer look; of a keypoint: it does not repeat
 _FEW = 20  # keypoints around inliers, or inliers, of fewer of which nothing follows
 # What is around the inliers and what lies in its place: similarity above chance, divided by that of inliers,
 # that views of one place exceed, and the weight of what is less; others' are not known.
 _LIKENESS = {"learned": (0.4, 1.0), "sift": (0.15, 2.0)}
 # The more keypoints match, and the more are left around each of these, the more alike these are in views of
-# one place: by the first for e times as much of the share that matches, times the square root of those left,
-# usually the second. The same where only what does not repeat counts, for the share times those left, divided
-# by `Repetition.found`. Fitted to training pairs, from one pass.
+# one place: weight of log(s / usual), and the usual s, the share of keypoints that match · √(left for each);
+# of what does not repeat, share · left / `Repetition.found`. Fitted to training pairs, from one pass.
 _UNUSUAL = {"learned": ((0.045, 0.35), (0.06, 3.0)), "sift": ((0.0, 1.0), (0.06, 3.0))}
 _LEFT = (0.5, 0.8)  # keypoints around, for each matched one: up to the first they say nothing, then more
 _CLOSER = 800  # keypoints near inliers among which those are looked for that do not repeat
-# Share of inliers that do not repeat: up to the first only such keypoints around them count, then others, too
+# Share of inliers that do not repeat: up to the first only such keypoints around count, from the second all
 _MOSTLY = (0.5, 0.65)
-ALONE = (0.3, 0.5)  # share of inliers that do not repeat, from which on others around them count, and wholly
 _PSEUDO = 8.0  # keypoints added to the unrepeated ones that are counted, matched as often as repeated ones
 
 
@@ -162,17 +160,14 @@ class _Side:
         known = np.flatnonzero(near.any(axis=1))
         if len(known) < _FEW:
             return None
-        keypoint, beside = np.divmod(np.flatnonzero(near[known]), near.shape[1])
-        found, first = [], np.searchsorted(keypoint, np.arange(len(known)))
-        for shift in (0, len(known) // 2):
-            moved = rows[known[(keypoint - shift) % len(known)]]
-            similar = np.einsum("ij,ij->i", self.descriptors[moved], other.descriptors[beside])
-            found.append(float(np.median(np.maximum.reduceat(similar, first))))
-        return len(known), found[0], found[1]
+        similar, near = self.descriptors[rows[known]] @ other.descriptors.T, near[known]
+        places = near, np.roll(near, -(len(known) // 2), axis=0)
+        found = (float(np.median(similar.max(axis=1, where=each, initial=-1.0))) for each in places)
+        return len(known), *found
 
 
 def squared_distances(points: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """(N, M) of points (N, 2) and (M, 2); one product of matrices is many times faster than differences."""
+    """(N, M) of points (N, 2) and (M, 2), by one product, which is fast; of equal points perhaps below 0."""
     (x, y), (u, v) = points.astype(np.float64).T, others.astype(np.float64).T
     return np.stack([-2 * x, -2 * y, x**2 + y**2, x**0], axis=1) @ np.stack([u, v, u**0, u**2 + v**2])
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from matcher.config import GeometryKind
 from matcher.types import Matches, Repetition, TwoViewGeometry
-from matcher.verify.repetition import ALONE, squared_distances
+from matcher.verify.repetition import squared_distances
 
 VerdictWord = Literal["same", "unsure", "not"]
 
@@ -38,6 +38,7 @@ _DOUBTED = 0.09  # `Repetition.differing` from which a verdict is unlikely at be
 _UNLIKELY, _FROM_BEHIND = 0.05, 0.15  # of strange surroundings; of mirrored matches, as scans may be
 _CERTAIN = (0.3, 0.4)  # share found of those that do not repeat: less of other things, else often more
 _REVERSED = 0.15  # share of small triangles; accepted right pairs have below .1, nearly all below .05
+_ALONE = (0.3, 0.5)  # share of inliers that do not repeat, from which their neighbours count, and wholly
 _CORNERS = 64  # inliers whose neighbourhoods are looked at, and so many that chance seldom gathers them:
 _OF_MANY = 0.3  # then of several passes, too, this is accepted; nearly all wrong ones of so many have less
 _NEAR = 0.1  # error of an inlier foretold by its neighbours, divided by their distance from their mean
@@ -149,7 +150,7 @@ def regressors(
     agreeing = 0.0
     if geometry.repetition is not None and not geometry.kind.startswith("homograph"):
         share = _neighbour_agreement(matches.points0[inliers], matches.points1[inliers])
-        agreeing = _between(share, *_AGREEING) * _between(repeated.unrepeated, *ALONE)
+        agreeing = _between(share, *_AGREEING) * _between(repeated.unrepeated, *_ALONE)
     return np.array([np.log1p(support), inliers.mean(), min(spans), found, agreeing])
 
 
