@@ -47,6 +47,11 @@ def to_numpy(value: Any) -> np.ndarray:
     return found if found.flags.writeable else value.numpy(force=True)  # some make it read-only
 
 
+def thinned(values: Any, most: int) -> Any:
+    """At most so many of the values, a sequence or an array (N, …), at equal distances."""
+    return values[:: -(-len(values) // most) or 1]
+
+
 def converted(value: Tensor, dtype: torch.dtype) -> Tensor:
     """`value.to(dtype)`, without a call where it has that type."""
     return value if value.dtype == dtype else value.to(dtype)
@@ -630,7 +635,9 @@ class Repetition(NamedTuple):
     unrepeated: float  # share of the inliers that are of things which do not repeat
     found: float  # how often keypoints that do not repeat are inliers, relative to those around them that do
     share: float = 1.0  # of the keypoints around the inliers that do not repeat, how many are among these
-    differing: float = 0.0  # how much less similar the rest around them is than in views of one place; mean
+    differing: float = (
+        0.0  # how unlike one place the rest around them is; if most repeat, what does not; mean
+    )
 
     @property
     def repetitive(self) -> bool:

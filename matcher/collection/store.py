@@ -23,7 +23,7 @@ from matcher.collection import schema
 from matcher.collection.schema import DONE, FAILED, WAITING, RefinedKeypoints, guarded
 from matcher.collection.sources import PairChoice
 from matcher.errors import IntegrityError, UsageError
-from matcher.types import Features, to_numpy
+from matcher.types import Features, thinned, to_numpy
 from matcher.verify.overlay import CommonOverlay, common_overlay
 from matcher.verify.repetition import beside_overlay
 
@@ -437,7 +437,7 @@ class Writer(Store):
         for size, images in [(size, list(alike)) for size, alike in groupby(done, lambda image: image.size)]:
             if size not in known:
                 asked = [image.name for image in images if some is None or image.number in some]
-                asked = asked[:: -(-len(asked) // 100) or 1]  # as many tell what lies over most of them
+                asked = thinned(asked, 100)  # as many tell what lies over most of them
                 points = [self.keypoints(name) for name in asked]
                 if (found := common_overlay(points, size, self.scale(images[0].name))) is None:
                     continue

@@ -37,7 +37,7 @@ from matcher.collection.sources import Extracted, FeatureSource
 from matcher.collection.store import EncodedPair, Store, Writer
 from matcher.errors import ImageError, IntegrityError, MatcherError, UsageError, optional
 from matcher.loading import devices, takes
-from matcher.types import Features, Image, to_numpy
+from matcher.types import Features, Image, thinned, to_numpy
 from matcher.verify.verdict import NOT, reject_improbable
 
 Outcome = Extracted | EncodedPair
@@ -499,7 +499,7 @@ class Stages:
         rows = writer.execute("SELECT id, name, status FROM images ORDER BY name")
         needed, first = {number for (number,) in ends}, not writer.counts().pairs_done
         if writer.settings.get("shard") is not None:  # all parts find overlays by the same images
-            some = {number for number, *_ in rows[:: -(-len(rows) // 100) or 1]}
+            some = {number for number, *_ in thinned(rows, 100)}
             needed |= some if first and needed else set()
         rows = [row for row in rows if everything or row[0] in needed]
         names = [name for n, name, status in rows if status == WAITING or (status == DONE and n in lost)]

@@ -16,7 +16,7 @@ import poselib
 from matcher.cameras import Camera
 from matcher.config import PlanarModel
 from matcher.geometry import warp_points
-from matcher.types import TwoViewGeometry
+from matcher.types import TwoViewGeometry, thinned
 from matcher.verify.adjustment import (
     LOSS_SCALE,
     MAX_ITERATIONS,
@@ -136,8 +136,7 @@ def on_a_line(points: np.ndarray, inliers: np.ndarray, tolerance: float, freedom
     Matches along a line leave at least so many points' worth of `freedom` to a model, which can fit as many
     arbitrary matches; only what exceeds that is support.
     """
-    sample = points[inliers]
-    sample = sample[:: -(-len(sample) // 64)]  # as good as all of them for a line, and the fit is slow
+    sample = thinned(points[inliers], 64)  # as good as all of them for a line, and the fit is slow
     dx, dy, x, y = cv2.fitLine(sample.astype(np.float32), cv2.DIST_L1, 0, 0.01, 0.01).ravel()
     beside = np.abs((points[:, 0] - x) * dy - (points[:, 1] - y) * dx) > tolerance
     count, support = int(np.count_nonzero(beside)), int(np.count_nonzero(beside & inliers))
@@ -223,7 +222,7 @@ _PAIRS = 24  # matches off the plane, any two of which give an epipole
 def dominant_plane(matched: MatchedPoints, inliers: np.ndarray, threshold: float) -> np.ndarray | None:
     """The homography (3, 3) that most of the inliers (N,) agree with up to a threshold, if there is one."""
     sides = [points[inliers] for points in matched.sides]
-    few = [points[:: -(-len(points) // _SAMPLES)] for points in sides]
+    few = [thinned(points, _SAMPLES) for points in sides]
     # Where half of the matches lie on it, 150 samples of four miss it once in 16,000 times.
     homography, _ = cv2.findHomography(*few, cv2.RANSAC, threshold, maxIters=150, confidence=0.9999)
     for _ in range(2):
@@ -240,8 +239,8 @@ def dominant_plane(matched: MatchedPoints, inliers: np.ndarray, threshold: float
 class Parallax:
     """How far matches lie from a plane."""
 
-    moved: np.ndarray  # (N, 2) from the place by the homography, pixels; infinite behind its horizon
-    distance: np.ndarray  # (N,) its length
+    moved: np.ndarray  # (N, 2) from the place by the homography, pixels; NaN behind its horizon
+    distance: np.ndarray  # (N,) its length, infinite there
     noise: float  # 90th percentile of Sampson's distances of the inliers, pixels
     off: np.ndarray  # (N,) bool: matches off the plane
 
@@ -299,8 +298,8 @@ def parallax_false_alarms(fundamental: np.ndarray, matched: MatchedPoints, paral
     cells = np.floor(matched.points0[off] / _CELL)
     _, cell, sharing = np.unique(cells, axis=0, return_inverse=True, return_counts=True)
     ends, moved = matched.points1[off] @ [1, 1j], parallax.moved[off] @ [1, 1j]
-    step, short = 1 + len(ends) // _SAMPLES, np.abs(moved) < 3 * _BESIDE
-    turned = (moved / np.abs(moved)).conj()[:, None]  # into the direction in which each moved
+    step, short = 1 + len(ends) // _SAMPLES, parallax.distance[off] < 3 * _BESIDE
+    turned = (moved / parallax.distance[off]).conj()[:, None]  # into the direction in which each moved
     beside = np.abs((turned * (ends[::step] - ends[:, None])).imag) < _BESIDE
     beside |= (np.abs((turned * moved[::step]).imag) < _BESIDE) & short[:, None] & short[::step]
     along = step * np.count_nonzero(beside, axis=1)

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from matcher.types import Features, Matches, Repetition, TwoViewGeometry, to_numpy
+from matcher.types import Features, Matches, Repetition, TwoViewGeometry, thinned, to_numpy
 
 SAME_POINT = 1.5  # pixels of the resized images within which points are one
 # Similarity to the most similar descriptor elsewhere, of a keypoint that does not repeat and of one that
@@ -55,7 +55,7 @@ def repetition(
     # Keypoints of an overlay are around, too, but do not move with the inliers.
     known = features0.kind == features1.kind and features0.kind in _LIKENESS and not len(matches.overlay)
     if own.all():  # of several passes the closer look takes no time that matters
-        glance = float(min(side.unrepeated(_thinned(side.index, _GLANCE)).mean() for side in sides))
+        glance = float(min(side.unrepeated(thinned(side.index, _GLANCE)).mean() for side in sides))
         if glance > _UNREPEATED[0]:
             return Repetition(glance, 1.0, differing=_differing(sides) if known else 0.0)
     alone, found, share = np.min([_counted(side) for side in sides], axis=0).tolist()
@@ -101,16 +101,16 @@ def _differing(sides: Sequence[_Side], found: float | None = None) -> float:
     for one, other in (sides, sides[::-1]):
         rows = np.arange(len(one.keypoints))
         if found is None:
-            rows, places = one.placed(other, _thinned(rows))
+            rows, places = one.placed(other, thinned(rows, _SAMPLE))
         else:
-            rows, places = (_thinned(each, _CLOSER) for each in one.placed(other, rows))
+            rows, places = (thinned(each, _CLOSER) for each in one.placed(other, rows))
             unlike = one.unrepeated(rows) >= _UNREPEATED[1]
             rows, places = rows[unlike], places[unlike]
         matched = np.isin(rows, one.index)
         apart = squared_distances(one.keypoints[rows], other.keypoints).min(axis=1, initial=np.inf)
         rest = ~matched & (apart >= SAME_POINT**2)  # without what may be of an overlay
         around = one.likeness(other, rows[rest], places[rest])
-        inliers = one.likeness(other, *one.placed(other, _thinned(one.index)))
+        inliers = one.likeness(other, *one.placed(other, thinned(one.index, _SAMPLE)))
         if around and inliers:
             count, there, elsewhere = around
             less.append(least * (inliers[1] - elsewhere) - (there - elsewhere))
@@ -125,7 +125,8 @@ def _differing(sides: Sequence[_Side], found: float | None = None) -> float:
 
 
 class _Side:
-    """One image: keypoints (N, 2) and inliers (K, 2) in pixels of the resized image, descriptors (N, D)."""
+    """One image: keypoints (N, 2) and inliers (K, 2) in pixels of the resized image, descriptors (N, D); rows
+    of the keypoints that are inliers, `index`, and of those in the cells `around` inliers."""
 
     def __init__(self, features: Features, points: np.ndarray, index: np.ndarray, own: np.ndarray) -> None:
         self.kind, scale = features.kind, to_numpy(features.scale)
@@ -146,7 +147,7 @@ class _Side:
 
     def placed(self, other: _Side, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Those of some rows (R,) that lie near an inlier, and their places in the other image (R, 2)."""
-        source, target = _thinned(self.inliers), _thinned(other.inliers)
+        source, target = thinned(self.inliers, _SAMPLE), thinned(other.inliers, _SAMPLE)
         affine = np.linalg.lstsq(source - source.mean(axis=0), target - target.mean(axis=0), rcond=None)[0]
         apart = squared_distances(self.keypoints[rows], source)
         nearest, near = apart.argmin(axis=1), apart.min(axis=1) < (2 * _CELL) ** 2
@@ -172,14 +173,9 @@ def squared_distances(points: np.ndarray, others: np.ndarray) -> np.ndarray:
     return np.stack([-2 * x, -2 * y, x**2 + y**2, x**0], axis=1) @ np.stack([u, v, u**0, u**2 + v**2])
 
 
-def _thinned(values: np.ndarray, most: int = _SAMPLE) -> np.ndarray:
-    """At most so many of the values (N, ...), at equal distances."""
-    return values[:: -(-len(values) // most) or 1]
-
-
 def _counted(side: _Side) -> tuple[float, float, float]:
     """`Repetition` of one image, from keypoints near inliers."""
-    rows = _thinned(side.around)
+    rows = thinned(side.around, _SAMPLE)
     alone, matched = side.unrepeated(rows), np.isin(rows, side.index)
     often = ((1 - alone) @ matched + 1e-6) / ((1 - alone).sum() + 1e-6)
     # Corners of windows are a little alike; what is like nothing tells which façade it is (a fitted power).

@@ -13,7 +13,7 @@ from typing import Literal
 import numpy as np
 
 from matcher.config import GeometryKind
-from matcher.types import Matches, Repetition, TwoViewGeometry
+from matcher.types import Matches, Repetition, TwoViewGeometry, thinned
 from matcher.verify.repetition import squared_distances
 
 VerdictWord = Literal["same", "unsure", "not"]
@@ -181,7 +181,7 @@ def _neighbour_agreement(points0: np.ndarray, points1: np.ndarray) -> float:
 
 def _neighbourhoods(points: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Some of the points (K, 2), (C,), and the nearest others of each, (C, 8)."""
-    corners = np.arange(len(points))[:: -(-len(points) // _CORNERS)]
+    corners = thinned(np.arange(len(points)), _CORNERS)
     apart = squared_distances(points[corners], points)
     apart[np.arange(len(corners)), corners] = np.inf
     return corners, np.argpartition(apart, 8, axis=1)[:, :8]
