@@ -77,7 +77,7 @@ def repeated_groups(features: Features) -> np.ndarray:
     descriptors, groups = to_numpy(features.descriptors), np.full(len(points), -1)
     if features.kind not in _SIMILAR or not len(points):
         return groups
-    alike = descriptors @ descriptors.T >= _SIMILAR[features.kind][1]
+    alike = descriptors @ descriptors.T >= np.mean(_SIMILAR[features.kind])
     alike &= squared_distances(points, points) > _ELSEWHERE**2
     counts, number = alike.sum(axis=1), 0
     while counts.any():
